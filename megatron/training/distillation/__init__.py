@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline logits knowledge distillation.
+
+A teacher run records the top-K token log-probabilities of every training token; student runs
+stream them back and train with ``alpha * kd_loss + (1 - alpha) * lm_loss``.
+
+Map of the package, from the ground up:
+
+* ``errors``: one named error per way in which a cache can be wrong.
+* ``utils``, ``payload``: the shared contract, pure. Tar format and resharding arithmetic; index bit
+  packing and the codec.
+* ``storage``: local and ``msc://`` file verbs.
+* ``parallel``: ranks, sizes and groups as one value, and the collectives over them.
+* ``arguments``: the command-line flags, their checks, and frozen views of the global arguments.
+* ``teacher_topk``, ``sparse_kl``: the tensor work of teacher and student.
+* ``shard_writer``: what goes to storage; ``publication`` plans its file operations and
+  ``continuation`` keeps two dumps out of one directory.
+* ``shard_reader``: what comes back, as the values in ``targets``; ``shard_directory`` finds a
+  sample's shard, ``row_assembly`` puts rows together, ``legacy`` translates format v1.
+* ``model_hooks``: how both sides get hold of a model's logits.
+* ``logits_saver``: the teacher side, attached to a model by the trainer.
+* ``cached_logits_loss``: the student side, attached to a model and called as its loss;
+  ``target_stream`` feeds it from a loader process.
+
+The public names are resolved on first use, so that the checkpoint worker can import
+``shard_writer`` alone.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.training.distillation.cached_logits_loss import (
+        LossFuncCallable,
+        StudentLogitsCapture,
+    )
+    from megatron.training.distillation.logits_saver import LogitsSaverHooks, get_logits_saver
+
+__all__ = ["LogitsSaverHooks", "LossFuncCallable", "StudentLogitsCapture", "get_logits_saver"]
+
+_HOME = {
+    "LogitsSaverHooks": "logits_saver",
+    "get_logits_saver": "logits_saver",
+    "LossFuncCallable": "cached_logits_loss",
+    "StudentLogitsCapture": "cached_logits_loss",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the module that defines a public name when the name is first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU mode: asked for, announced, refused beside a GPU, and the same in child processes."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime import cpu_mode
+from tests.unit_tests.runtime.subprocesses import passes, run_python
+
+ANNOUNCEMENT = "> CPU mode: no GPU is visible, torch.cuda is redirected to the CPU"
+GLOO = ("--distributed-backend", "gloo")
+ACTIVATE = """
+from runtime import cpu_mode
+cpu_mode.activate()
+import torch
+"""
+
+
+@pytest.mark.parametrize(
+    ("command_line", "asked"),
+    [
+        ("--distributed-backend gloo", True),
+        ("--distributed-backend=gloo", True),
+        ("--seed 1 --distributed-backend gloo --bf16", True),
+        ("", False),
+        ("--distributed-backend nccl", False),
+        ("--distributed-backend=nccl", False),
+        ("--distributed-backend", False),
+        ("gloo", False),
+        ("--save gloo --distributed-backend nccl", False),
+    ],
+)
+def test_only_the_gloo_backend_asks_for_it(command_line: str, asked: bool) -> None:
+    assert cpu_mode.requested(command_line.split()) is asked
+
+
+# ---- entering, or not -------------------------------------------------------------------------
+
+
+def test_it_is_entered_on_request_and_says_so_once() -> None:
+    printed = passes(
+        "import sys; from runtime import cpu_mode\n"
+        "assert cpu_mode.activate_if_requested(sys.argv)\n"
+        "assert cpu_mode.activate_if_requested(sys.argv)\n"
+        "cpu_mode.activate()\n"
+        "import torch; print(cpu_mode.is_active(), torch.zeros(1, device='cuda').device)",
+        *GLOO,
+    )
+    assert printed.splitlines() == [ANNOUNCEMENT, "True cpu"]
+
+
+def test_only_rank_0_says_so() -> None:
+    printed = passes(
+        "import sys\nfrom runtime import cpu_mode\nprint(cpu_mode.activate_if_requested(sys.argv))",
+        *GLOO,
+        environment={"RANK": "1"},
+    )
+    assert printed.splitlines() == ["True"]
+
+
+def test_it_is_not_entered_unasked() -> None:
+    printed = passes(
+        "import sys; from runtime import cpu_mode\n"
+        "cpu_mode.activate_if_requested(sys.argv)\n"
+        "import torch\n"
+        "cpu_mode.patch_trainer(); cpu_mode.set_flag_defaults(None)\n"
+        "print(cpu_mode.is_active(), torch.cuda.is_available())\n"
+        "try:\n    torch.zeros(1, device='cuda')\n"
+        "except (RuntimeError, AssertionError) as error:\n    print(type(error).__name__)",
+        "--distributed-backend",
+        "nccl",
+    )
+    lines = printed.splitlines()
+    assert lines[0] == "False False"
+    assert lines[1] in ("RuntimeError", "AssertionError")
+
+
+VISIBLE_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+before = torch.cuda.current_device, torch.nn.Module.cuda, torch.distributed.init_process_group
+from runtime import cpu_mode
+def untouched():
+    after = torch.cuda.current_device, torch.nn.Module.cuda, torch.distributed.init_process_group
+    assert after == before
+    assert not cpu_mode.is_active()
+    try:
+        print(torch.zeros(1, device="cuda").device)
+    except Exception as error:
+        print("not redirected:", type(error).__name__)
+"""
+
+
+def test_it_refuses_a_visible_gpu() -> None:
+    result = run_python(VISIBLE_GPU + "cpu_mode.activate()")
+    assert result.returncode != 0
+    assert "RuntimeError: CPU mode was asked for, but a CUDA device is visible" in result.stderr
+    assert 'CUDA_VISIBLE_DEVICES=""' in result.stderr
+
+
+def test_gloo_on_a_machine_with_a_gpu_changes_nothing() -> None:
+    printed = passes(
+        VISIBLE_GPU + "import sys\n"
+        "assert cpu_mode.activate_if_requested(sys.argv) is False\nuntouched()",
+        *GLOO,
+    )
+    assert ANNOUNCEMENT not in printed
+    assert "not redirected" in printed
+
+
+def test_refused_activation_changes_nothing() -> None:
+    printed = passes(
+        VISIBLE_GPU + "try:\n    cpu_mode.activate()\nexcept RuntimeError:\n    untouched()"
+    )
+    assert "not redirected" in printed
+
+
+# ---- child processes --------------------------------------------------------------------------
+
+PARENT = """
+import multiprocessing
+import sys
+
+from runtime import cpu_mode
+
+cpu_mode.activate_if_requested(sys.argv)
+
+def report(queue):
+    import torch
+    device = torch.ones(1, device="cuda").device
+    queue.put((cpu_mode.is_active(), 0 % torch.cuda.device_count(), str(device)))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("{method}")
+    queue = context.Queue()
+    child = context.Process(target=report, args=(queue,))
+    child.start()
+    print("child:", *queue.get(timeout=50))
+    child.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_children_are_in_it_too_and_say_nothing(tmp_path: Path, method: str) -> None:
+    printed = passes(PARENT.format(method=method), *GLOO, script=tmp_path / "entry.py")
+    assert printed.splitlines() == [ANNOUNCEMENT, "child: True 0 cpu"]
+
+
+# ---- what is redirected -----------------------------------------------------------------------
+
+
+def test_devices_land_on_the_cpu() -> None:
+    passes(
+        ACTIVATE
+        + """
+cuda = torch.device("cuda", 1)
+x = torch.arange(3.0)
+placed = [
+    torch.zeros(2, device="cuda"),
+    torch.zeros(2, device="cuda:1"),
+    torch.zeros(2, device=cuda),
+    torch.zeros(2, device=0),
+    torch.full((2,), 1.0, device=torch.cuda.current_device()),
+    torch.empty(2, device="cuda", pin_memory=True),
+    torch.tensor([1.0], device="cuda"),
+    x.to("cuda"), x.to(cuda), x.to(0), x.to(device="cuda", dtype=torch.float64), x.cuda(),
+    x.to("cuda", torch.float16), x.pin_memory(), torch.empty_like(x, device="cuda"),
+    x.to(torch.zeros(1, dtype=torch.int32)),
+]
+assert all(t.device.type == "cpu" for t in placed), [t.device for t in placed]
+assert x.to(device="cuda", dtype=torch.float64).dtype == torch.float64
+assert x.to("cuda", torch.float16).dtype == torch.float16
+assert x.to(torch.float16).dtype == torch.float16
+assert x.to(torch.zeros(1, dtype=torch.int32)).dtype == torch.int32
+assert x.to("cpu") is x
+assert x.type() == "torch.cuda.FloatTensor"
+assert x.type(torch.float64).dtype == torch.float64
+layer = torch.nn.Linear(2, 2)
+assert layer.cuda() is layer
+assert layer.to("cuda").weight.device.type == "cpu"
+"""
+    )
+
+
+def test_torch_cuda_answers() -> None:
+    passes(
+        ACTIVATE
+        + """
+import os
+from torch.utils.data import DataLoader
+assert torch.cuda.is_available() and torch.cuda.current_device() == 0
+assert torch.cuda.device_count() == 3
+assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
+assert torch.cuda.get_device_properties(0).major == 8
+assert not torch.accelerator.is_available()
+assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+first, second = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+first.record(); second.record()
+assert first.elapsed_time(second) >= 0
+with torch.cuda.stream(torch.cuda.Stream()):
+    torch.cuda.current_stream().synchronize()
+assert len(list(DataLoader(torch.arange(4), batch_size=2, pin_memory=True))) == 2
+
+torch.cuda.manual_seed(5)
+state = torch.cuda.get_rng_state()
+drawn = torch.rand(3, device="cuda")
+torch.cuda.set_rng_state(state)
+assert torch.equal(torch.rand(3), drawn)
+torch.manual_seed(5)
+assert torch.equal(torch.rand(3), drawn)
+""",
+        environment={"LOCAL_WORLD_SIZE": "3"},
+    )
+
+
+def test_user_flags_win_over_its_defaults(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    monkeypatch.setattr(cpu_mode, "_active", True)
+    monkeypatch.setattr(cpu_mode, "_told_defaults", False)
+    monkeypatch.delenv("RANK", raising=False)
+    for _ in range(2):
+        parser = add_megatron_arguments(argparse.ArgumentParser())
+        cpu_mode.set_flag_defaults(parser)
+    args = parser.parse_args([])
+    for name, value in cpu_mode.FLAG_DEFAULTS.items():
+        assert getattr(args, name) == value
+    assert args.attention_backend.name == "unfused"
+
+    args = parser.parse_args(
+        ["--async-strategy", "nvrx", "--ckpt-format", "torch", "--no-rope-fusion"]
+    )
+    assert (args.async_strategy, args.ckpt_format) == ("nvrx", "torch")
+    assert args.transformer_impl == "local"
+
+    (told,) = capsys.readouterr().out.splitlines()
+    assert "defaults of flags not given" in told
+    assert "transformer_impl=local" in told
+    assert "attention_backend=unfused" in told
+
+
+def test_async_checkpoints_are_staged_by_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The live weights would be written while training changes them."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from megatron.training import initialize
+
+    monkeypatch.setattr(cpu_mode, "_active", True)
+    monkeypatch.setattr(initialize, "_warmup_jit_function", None)
+    monkeypatch.setattr(
+        FileSystemWriterAsync, "preload_tensors", FileSystemWriterAsync.preload_tensors
+    )
+    cpu_mode.patch_trainer()
+    weights = torch.ones(3)
+    buckets = [("path", "key", (["bytes"], [("item", weights)]))]
+    ((path, key, (data, ((item, staged),))),) = FileSystemWriterAsync.preload_tensors(buckets, True)
+    weights.zero_()
+    assert (path, key, data, item) == ("path", "key", ["bytes"], "item")
+    assert staged.tolist() == [1.0, 1.0, 1.0]
