@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a dump from going on in a directory that another dump has begun."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from megatron.training.distillation import storage
+from megatron.training.distillation.errors import CacheFormatError, CacheIdentityError
+from megatron.training.distillation.utils import (
+    ShardMeta,
+    ShardName,
+    read_shard_meta,
+    read_tar_index,
+)
+
+logger = logging.getLogger(__name__)
+
+FLAG_OF_FIELD = {
+    "k": "--logits-save-top-k",
+    "p": "--logits-save-top-p",
+    "min_k": "--logits-save-top-p-min-k",
+    "save_dtype": "--logits-save-dtype",
+    "mbs_save": "--micro-batch-size",
+    "dp_size_save": "data parallel size",
+    "gbs_save": "--global-batch-size",
+    "seed": "--seed",
+    "train_samples": "train samples",
+    "blend": "data blend",
+}
+
+
+def check_continues(directory: str, meta: ShardMeta) -> None:
+    """Compare the dump that *meta* describes with the newest shard in *directory*, if there is one.
+
+    Raises:
+        CacheIdentityError: They differ; names each field with both values.
+        OSError: The directory cannot be listed.
+    """
+    found = next(_metas_from_newest(directory), None)
+    if found is None:
+        return
+    path, other = found
+    ours, theirs = _fields(meta), _fields(other)
+    differences = [
+        f"{FLAG_OF_FIELD[field]} is {theirs[field]!r} there, {ours[field]!r} here"
+        for field in ours
+        if field in theirs and theirs[field] != ours[field]
+    ]
+    if differences:
+        raise CacheIdentityError(
+            f"--logits-save-dir holds shards of another dump, such as {path}: "
+            f"{'; '.join(differences)}. Resume the dump with its own settings, or give this one "
+            "another directory."
+        )
+
+
+def _metas_from_newest(directory: str) -> Iterator[tuple[str, ShardMeta]]:
+    """Yield path and metadata of the readable live shards, the one that ends last first."""
+    shards = [shard for shard in map(ShardName.parse, storage.list_names(directory)) if shard]
+    for shard in sorted(shards, key=lambda shard: (-shard.end, shard.dp_rank)):
+        path = storage.join(directory, str(shard))
+        with contextlib.closing(storage.open_read(path)) as stream:
+            try:
+                meta = read_shard_meta(stream, read_tar_index(stream), path)
+            except CacheFormatError as error:
+                logger.warning("Teacher shard %s is damaged: %s.", path, error)
+                continue
+        yield path, meta
+
+
+def _fields(meta: ShardMeta) -> dict[str, Any]:
+    """Return what decides the content of a shard, in the order it is reported."""
+    identifiers = {key: _plain(value) for key, value in (meta.identifiers or {}).items()}
+    fields = identifiers | asdict(meta.saver)
+    return {field: fields[field] for field in FLAG_OF_FIELD if field in fields}
+
+
+def _plain(value: Any) -> Any:
+    """Return *value* as JSON gives it back: lists for tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

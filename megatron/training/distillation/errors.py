@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with a cache, one named error per kind.
+
+All of them survive pickling: they cross from loader processes to the trainer.
+"""
+
+
+class CacheFormatError(ValueError):
+    """A file is not what the cache format says it is."""
+
+
+class CacheIdentityError(ValueError):
+    """A shard was recorded by a run over other data than the current one."""
+
+
+class TeacherDataError(RuntimeError):
+    """The teacher's rows of a batch cannot be served."""
+
+
+class TeacherDataMissingError(TeacherDataError):
+    """The cache holds later samples than the ones needed, but not these: a hole, or data ahead."""
+
+
+class TeacherDataExhaustedError(TeacherDataError):
+    """The cache ends before the batch does."""
+
+
+class TeacherLayoutError(CacheFormatError):
+    """The cache does not suit the student's layout; no other sample will be better."""
+
+
+class TeacherSequenceError(TeacherLayoutError):
+    """The teacher's sequence length does not suit the student."""

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The payload of one member: token ids packed into 17 bits, and the codec around them, pure.
+
+A later format changes this module only: bytes and a row selection in, entries out.
+"""
+
+import io
+import pickle
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import zstandard
+
+from megatron.training.distillation.errors import CacheFormatError
+
+FORMAT_VERSION = 2
+LOGPROB_SENTINEL = -1000.0
+"""Value of an entry that top-P masked; a reader decides by it, never by the index."""
+INDEX_SENTINEL = -1
+"""Index of a masked entry before packing; 17 bits turn it into 131071."""
+MAX_VOCAB_SIZE = 1 << 17
+
+VALUE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# A zstd block takes at least 4 bytes and holds at most 128 KiB (RFC 8878, section 3.1.1.2).
+_ZSTD_BLOCK_MAX = 1 << 17
+_ZSTD_BLOCK_MIN_BYTES = 4
+# What the restricted unpickler and the zip reader behind torch.load raise on damaged input.
+_UNPICKLING_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+)
+
+
+def v2_pack_indices(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split integer token ids into their low 16 bits and the bit above.
+
+    Returns:
+        ``low``, uint16 of the same shape, and ``bit_17``, 1-D uint8: ``numpy.packbits`` over the
+        flattened ids.
+
+    Raises:
+        ValueError: An id is outside ``[-1, 131071]``; -1, the masked entry, becomes 131071.
+    """
+    ids = indices.detach().cpu().contiguous().numpy()
+    if ids.size and (ids.min() < INDEX_SENTINEL or ids.max() >= MAX_VOCAB_SIZE):
+        raise ValueError(
+            f"Token ids {ids.min()} to {ids.max()} do not fit the 17 bits of format v2, at most "
+            f"{MAX_VOCAB_SIZE - 1}. Use a tokenizer with a smaller vocabulary."
+        )
+    low = ids.astype(np.uint16)  # keeps the low 16 bits, also of -1
+    bit_17 = np.packbits((ids & 0x10000) != 0)
+    return torch.from_numpy(low), torch.from_numpy(bit_17)
+
+
+def v2_unpack_indices(low: torch.Tensor, bit_17: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`v2_pack_indices`: int64 ids shaped like *low*; -1 comes back as 131071."""
+    bits = np.unpackbits(bit_17.numpy(), count=low.numel()).reshape(low.shape)
+    return torch.from_numpy(_join_ids(low.numpy(), bits)).long()
+
+
+def _join_ids(low: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """Return int32 ids from uint16 low halves and the 0/1 bits above them."""
+    halves = np.empty((*low.shape, 2), "<u2")
+    halves[..., 0] = low
+    halves[..., 1] = bits
+    return halves.view("<i4")[..., 0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TeacherRows:
+    """Decoded targets of *n* samples: K entries per token, sorted by falling log-probability."""
+
+    values: torch.Tensor
+    """``(S, n, K)`` log-probabilities, fp16, bf16 or fp32; -1000.0 marks a masked entry."""
+    indices: torch.Tensor
+    """``(S, n, K)`` int32 token ids."""
+    tail_logprob: torch.Tensor | None = None
+    """``(S, n)`` fp32 log of the mass outside the K entries; None where the cache has none."""
+
+    def pin_memory(self) -> "TeacherRows":
+        """Return the same rows in page-locked memory (a DataLoader's hook)."""
+        tail = self.tail_logprob
+        return TeacherRows(
+            values=self.values.pin_memory(),
+            indices=self.indices.pin_memory(),
+            tail_logprob=None if tail is None else tail.pin_memory(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedRows:
+    """One member's payload as stored: checked, decompressed, ids still packed."""
+
+    values: torch.Tensor
+    """``(S, n, K)`` fp16, bf16 or fp32."""
+    indices_low: torch.Tensor
+    """``(S, n, K)`` uint16."""
+    bit_17: torch.Tensor
+    """``(ceil(S * n * K / 8),)`` uint8."""
+    tail_logprob: torch.Tensor | None
+    """``(S, n)`` fp32, or None."""
+
+    def unpack(
+        self, rows: slice | Sequence[int] | None = None, positions: slice | None = None
+    ) -> "TeacherRows":
+        """Return the selected *rows* (along n) and *positions* (along S), None meaning all.
+
+        Only what is returned is expanded. ``values`` may be a view of this payload.
+        """
+        pick = (
+            slice(None) if positions is None else positions,
+            slice(None) if rows is None else rows,
+        )
+        low, bit_17, k = self.indices_low.numpy(), self.bit_17.numpy(), self.values.shape[-1]
+        if (
+            k % 8 == 0
+        ):  # every token starts on a byte, so the packed bits can be selected like the rest
+            bits = np.unpackbits(bit_17.reshape(*low.shape[:2], k // 8)[pick], axis=-1)
+        else:
+            bits = np.unpackbits(bit_17, count=low.size).reshape(low.shape)[pick]
+        tail = self.tail_logprob
+        return TeacherRows(
+            values=self.values[pick],
+            indices=torch.from_numpy(_join_ids(low[pick], bits)),
+            tail_logprob=None if tail is None else tail[pick],
+        )
+
+
+def encode_logprobs_payload(
+    values: torch.Tensor, indices: torch.Tensor, tail_logprob: torch.Tensor | None = None
+) -> bytes:
+    """Return the zstd frame of one member.
+
+    Args:
+        values: ``(S, n, K)`` log-probabilities in the dtype to store: fp16, bf16 or fp32.
+        indices: ``(S, n, K)`` token ids, any integer dtype; -1 where *values* is -1000.0.
+        tail_logprob: ``(S, n)`` log of the mass outside the K entries, stored as fp32; None leaves
+            the key out.
+
+    The frame carries a checksum, so a flipped bit is found when it is read.
+    """
+    assert values.dim() == 3, values.shape
+    assert values.dtype in VALUE_DTYPES, values.dtype
+    assert indices.shape == values.shape, (indices.shape, values.shape)
+    low, bit_17 = v2_pack_indices(indices)
+    payload = {
+        "values": _compact_copy(values),
+        "indices_low": low,
+        "bit_17": bit_17,
+        "format_version": FORMAT_VERSION,
+    }
+    if tail_logprob is not None:
+        assert tail_logprob.shape == values.shape[:2], (tail_logprob.shape, values.shape)
+        payload["tail_logprob"] = _compact_copy(tail_logprob.float())
+    buffer = io.BytesIO()
+    torch.save(payload, buffer)
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(buffer.getbuffer())
+
+
+def _compact_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return *tensor* alone in its storage: torch.save writes the whole storage behind a view."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def decode_packed_rows(data: bytes) -> PackedRows:
+    """Decompress and check one member, executing nothing in it.
+
+    Raises:
+        CacheFormatError: The frame, the archive inside or the tensors are not what format v2 says.
+    """
+    payload = load_archive(data)
+    version = payload.get("format_version") if isinstance(payload, dict) else None
+    if version != FORMAT_VERSION:
+        raise CacheFormatError(
+            f"its payload has format_version {version!r}, expected {FORMAT_VERSION}"
+        )
+    values, low, bit_17, tail = map(
+        payload.get, ("values", "indices_low", "bit_17", "tail_logprob")
+    )
+    check_tensor("values", values, VALUE_DTYPES)
+    check_tensor("indices_low", low, (torch.uint16,), shape=values.shape)
+    check_tensor("bit_17", bit_17, (torch.uint8,), shape=(-(-values.numel() // 8),))
+    if tail is not None:
+        check_tensor("tail_logprob", tail, (torch.float32,), shape=values.shape[:2])
+    return PackedRows(
+        values=values.detach(),
+        indices_low=low.detach(),
+        bit_17=bit_17.detach(),
+        tail_logprob=None if tail is None else tail.detach(),
+    )
+
+
+def decode_teacher_rows(data: bytes, rows: slice | Sequence[int] | None = None) -> "TeacherRows":
+    """Decode the selected *rows* (None: all) of one member; raises CacheFormatError."""
+    return decode_packed_rows(data).unpack(rows)
+
+
+def decode_logprobs_payload(data: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode one member: ``values`` ``(S, n, K)`` as stored, ``indices`` ``(S, n, K)`` int64."""
+    rows = decode_teacher_rows(data)
+    return rows.values, rows.indices.long()
+
+
+def load_archive(data: bytes) -> Any:
+    """Decompress one zstd frame and load what torch.save wrote into it, executing nothing.
+
+    Raises:
+        CacheFormatError: The frame or the archive inside is damaged, or holds more than plain data.
+    """
+    return _load_payload(_decompress(data))
+
+
+def _decompress(data: bytes) -> bytes:
+    try:
+        declared = zstandard.frame_content_size(data)
+        if declared < 0:
+            raise CacheFormatError("its zstd frame does not declare its content size")
+        if declared > len(data) // _ZSTD_BLOCK_MIN_BYTES * _ZSTD_BLOCK_MAX:
+            raise CacheFormatError(
+                f"its zstd frame of {len(data)} bytes declares an impossible {declared} bytes"
+            )
+        return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+    except (zstandard.ZstdError, MemoryError) as error:
+        raise CacheFormatError(f"its {len(data)} bytes are not one zstd frame: {error}") from error
+
+
+def _load_payload(content: bytes) -> Any:
+    if not content.startswith(b"PK\x03\x04"):
+        raise CacheFormatError("its decompressed content is not an archive of torch.save")
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except _UNPICKLING_ERRORS as error:
+        raise CacheFormatError(
+            f"torch.load refuses its content: {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_tensor(
+    name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], shape: Sequence[int] | None = None
+) -> None:
+    """Raise CacheFormatError unless *tensor* is dense, of *dtypes* and of *shape* (None: 3-D)."""
+    if not isinstance(tensor, torch.Tensor):
+        raise CacheFormatError(f"its {name!r} is a {type(tensor).__name__}, expected a tensor")
+    found = tuple(tensor.shape)
+    fits = len(found) == 3 if shape is None else found == tuple(shape)
+    if tensor.dtype not in dtypes or not fits:
+        expected = "(S, n, K)" if shape is None else tuple(shape)
+        raise CacheFormatError(
+            f"its {name!r} is {tensor.dtype} of shape {found}, expected shape {expected} in "
+            f"{' or '.join(map(str, dtypes))}"
+        )
+    # Strides of zero would let a small archive stand for a huge tensor.
+    dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    if not dense or not tensor.is_contiguous() or 0 in found:
+        raise CacheFormatError(f"its {name!r} of shape {found} is empty or not a contiguous tensor")

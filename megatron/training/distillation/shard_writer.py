@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers the teacher's finished iterations and writes them as one shard.
+
+The buffer lives in the training process; :func:`write_batched_tar` runs in the checkpoint worker,
+so it is a plain function of picklable arguments.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.training.distillation import storage
+from megatron.training.distillation.errors import CacheFormatError
+from megatron.training.distillation.payload import encode_logprobs_payload
+from megatron.training.distillation.publication import (
+    Extract,
+    Publish,
+    SetAside,
+    plan_publication,
+)
+from megatron.training.distillation.utils import (
+    ShardName,
+    member_name,
+    parse_member_name,
+    read_member,
+    read_meta_member,
+    read_tar_index,
+    write_shard_tar,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def write_batched_tar(
+    path: str, meta_bytes: bytes, members: list[tuple[str, bytes]], msc_enabled: bool = False
+) -> None:
+    """Write one shard, durably and at once; do nothing if there are no members.
+
+    Live shards of the same DP rank end up disjoint: one whose samples all lie inside the new shard
+    is set aside (``.stale``) before it appears, and one that sticks out keeps, under a new name,
+    what it alone owns. A shard of the same name is replaced. A writer killed at any moment loses
+    nothing; the next one finishes what it had begun.
+
+    Args:
+        path: Where the shard goes; its basename is a :class:`ShardName`.
+        meta_bytes: Content of ``_meta.json``.
+        members: ``(name, zstd frame)`` by ascending start sample.
+        msc_enabled: Whether the training process had the multi-storage client enabled; a worker
+            process does not inherit that.
+
+    Raises:
+        OSError: The shard could not be written; the error names it.
+        ValueError: An old shard would have to be cut inside an iteration.
+    """
+    if not members:
+        return
+    if msc_enabled:
+        MultiStorageClientFeature.enable()
+    directory, basename = os.path.split(path)
+    name = ShardName.parse(basename)
+    assert name is not None, path
+    storage.makedirs(directory)
+    live = [old for old in map(ShardName.parse, storage.list_names(directory)) if old is not None]
+    for step in plan_publication(name, live):
+        match step:
+            case Publish():
+                storage.publish(path, lambda stream: write_shard_tar(stream, meta_bytes, members))
+            case Extract():
+                _extract(directory, step)
+            case SetAside(old):
+                stale = storage.set_aside(storage.join(directory, str(old)))
+                logger.info("Shard %s makes room for %s and is now %s.", old, name, stale)
+
+
+def _extract(directory: str, step: Extract) -> None:
+    """Publish the members of a shard that lie in the target's range, byte for byte.
+
+    A shard that is damaged has nothing to keep; it is about to be set aside, which a warning says.
+    """
+    source, target = (storage.join(directory, str(name)) for name in (step.source, step.target))
+    with contextlib.closing(storage.open_read(source)) as stream:
+        try:
+            index = read_tar_index(stream)
+            meta_bytes = read_meta_member(stream, index, source)
+            members = [
+                (entry.name, read_member(stream, entry))
+                for entry in index
+                if _belongs_to(step.target, entry.name, source)
+            ]
+        except CacheFormatError as error:
+            logger.warning(
+                "Samples %d to %d were recorded in %s alone, which is damaged (%s): they have to "
+                "be dumped again.",
+                step.target.start,
+                step.target.end - 1,
+                source,
+                error,
+            )
+            return
+    storage.publish(target, lambda out: write_shard_tar(out, meta_bytes, members))
+
+
+def _belongs_to(target: ShardName, member: str, source: str) -> bool:
+    """Return whether the samples of a member of *source* lie in *target*'s range."""
+    span = parse_member_name(member)
+    if span is None or span[1] <= target.start or target.end <= span[0]:
+        return False
+    if target.start <= span[0] and span[1] <= target.end:
+        return True
+    raise ValueError(
+        f"Member {member} of {source} would have to be cut to give {target}: the dump was resumed "
+        "with another global batch size. Resume it with the one it was begun with."
+    )
+
+
+class BufferedIteration(NamedTuple):
+    """One finished iteration, ready to be written."""
+
+    start: int
+    end: int
+    payload: bytes
+
+    @property
+    def member_name(self) -> str:
+        """Name of the member that the payload becomes."""
+        return member_name(self.start, self.end)
+
+
+class IterationBuffer:
+    """Encodes finished iterations in one background thread and keeps them until they are taken.
+
+    Safe to use from several threads. The thread starts with the first iteration.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._encoder: ThreadPoolExecutor | None = None
+        self._iterations: dict[int, tuple[int, Future[bytes]]] = {}
+
+    def __len__(self) -> int:
+        """Return how many iterations wait to be taken."""
+        return len(self._iterations)
+
+    def add(
+        self,
+        start: int,
+        end: int,
+        values: torch.Tensor,
+        indices: torch.Tensor,
+        tail_logprob: torch.Tensor | None = None,
+    ) -> None:
+        """Queue one iteration; the tensors must not change afterwards. A replay replaces it.
+
+        Args:
+            start: First global sample of the iteration.
+            end: First global sample after it.
+            values: ``(S, n, K)`` log-probabilities on the CPU, in the dtype to store.
+            indices: ``(S, n, K)`` token ids.
+            tail_logprob: ``(S, n)`` log of the mass outside the K entries, or None.
+        """
+        with self._lock:
+            if self._encoder is None:
+                self._encoder = ThreadPoolExecutor(1, thread_name_prefix="logits-encode")
+            replaced = self._iterations.get(start)
+            if replaced is not None:
+                replaced[1].cancel()
+            job = self._encoder.submit(encode_logprobs_payload, values, indices, tail_logprob)
+            self._iterations[start] = (end, job)
+
+    def take(self) -> list[BufferedIteration]:
+        """Wait for the encoder, return all iterations by ascending start and empty the buffer.
+
+        Raises:
+            ValueError: An iteration could not be encoded. The buffer keeps everything.
+        """
+        with self._lock:
+            iterations = [
+                BufferedIteration(start, end, job.result())
+                for start, (end, job) in sorted(self._iterations.items())
+            ]
+            self._iterations.clear()
+            return iterations
+
+    def close(self) -> None:
+        """Stop the background thread; what waits in the buffer can still be taken."""
+        with self._lock:
+            if self._encoder is not None:
+                self._encoder.shutdown(wait=True)
+                self._encoder = None

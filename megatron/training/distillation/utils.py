@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract between the teacher's writer and the student's reader, as pure functions.
+
+Two sections: the tar format of a shard, and the plan that maps the student's batches onto the
+teacher's rows. The packing of indices and the payload codec are a module of their own, ``payload``,
+whose names are served here too. Everything works on ints, bytes, tensors and already open streams.
+The format itself is specified in this package's README.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+from megatron.training.distillation.errors import CacheFormatError, CacheIdentityError
+from megatron.training.distillation.payload import (
+    FORMAT_VERSION,
+    INDEX_SENTINEL,
+    LOGPROB_SENTINEL,
+    MAX_VOCAB_SIZE,
+    PackedRows,
+    TeacherRows,
+    decode_logprobs_payload,
+    decode_packed_rows,
+    decode_teacher_rows,
+    encode_logprobs_payload,
+    v2_pack_indices,
+    v2_unpack_indices,
+)
+
+__all__ = [
+    "FORMAT_VERSION",
+    "INDEX_SENTINEL",
+    "LOGPROBS_TAR_MEMBER_SUFFIX",
+    "LOGPROB_SENTINEL",
+    "MAX_VOCAB_SIZE",
+    "META_TAR_MEMBER",
+    "CacheFormatError",
+    "CacheIdentityError",
+    "LogprobsReshardPlan",
+    "PackedRows",
+    "ReshardSource",
+    "RowRun",
+    "SaverSettings",
+    "ShardMeta",
+    "ShardName",
+    "TarMember",
+    "TeacherRows",
+    "check_identity",
+    "decode_logprobs_payload",
+    "decode_packed_rows",
+    "decode_teacher_rows",
+    "encode_logprobs_payload",
+    "identity_hash",
+    "member_name",
+    "parse_member_name",
+    "parse_meta",
+    "read_exactly",
+    "read_member",
+    "read_meta_member",
+    "read_shard_meta",
+    "read_tar_index",
+    "row_runs",
+    "v2_pack_indices",
+    "v2_unpack_indices",
+    "write_shard_tar",
+]
+
+META_TAR_MEMBER = "_meta.json"
+LOGPROBS_TAR_MEMBER_SUFFIX = ".pt.zst"
+
+
+# ------------------------------------------------------------------------------------------
+# Tar format: names, metadata, archive
+# ------------------------------------------------------------------------------------------
+
+_SHARD_RE = re.compile(r"dp(\d+)__(\d+)-(\d+)\.tar", re.ASCII)
+_MEMBER_RE = re.compile(rf"(\d+)-(\d+){re.escape(LOGPROBS_TAR_MEMBER_SUFFIX)}", re.ASCII)
+_IDENTIFIER_KEYS = ("seed", "train_samples", "blend")
+_BLOCK = tarfile.BLOCKSIZE
+_MAX_META_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ShardName:
+    """Name of the shard with what one DP rank of the teacher saw of samples ``[start, end)``."""
+
+    dp_rank: int
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        """Return the basename, such as ``dp0__0-16.tar``."""
+        return f"dp{self.dp_rank}__{self.start}-{self.end}.tar"
+
+    @classmethod
+    def parse(cls, basename: str) -> ShardName | None:
+        """Return the parts of a live shard's name; None for ``.stale``, ``.tmp`` and the rest."""
+        match = _SHARD_RE.fullmatch(basename)
+        if match is None:
+            return None
+        name = cls(*map(int, match.groups()))
+        return name if name.start < name.end and str(name) == basename else None
+
+
+def member_name(start: int, end: int) -> str:
+    """Return the name of the member with global samples ``[start, end)``, like ``0-8.pt.zst``."""
+    return f"{start}-{end}{LOGPROBS_TAR_MEMBER_SUFFIX}"
+
+
+def parse_member_name(name: str) -> tuple[int, int] | None:
+    """Return ``(start, end)`` of a payload member, or None for any other name."""
+    match = _MEMBER_RE.fullmatch(name)
+    if match is None:
+        return None
+    start, end = map(int, match.groups())
+    return (start, end) if start < end and member_name(start, end) == name else None
+
+
+def identity_hash(identifiers: Mapping[str, Any]) -> str:
+    """Return the md5 hex digest over ``seed``, ``train_samples`` and ``blend``, in that order.
+
+    Further identifiers do not enter it, so that every reader of the format computes the same hash.
+    """
+    text = _compact_json({key: identifiers[key] for key in _IDENTIFIER_KEYS})
+    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaverSettings:
+    """How the teacher recorded a shard.  Only the batch geometry is needed to read it."""
+
+    k: int | None = None
+    p: float | None = None
+    min_k: int | None = None
+    save_dtype: str | None = None
+    mbs_save: int
+    dp_size_save: int
+    gbs_save: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardMeta:
+    """The ``_meta.json`` of a shard."""
+
+    hash: str | None
+    identifiers: Mapping[str, Any] | None
+    saver: SaverSettings
+
+    @classmethod
+    def for_run(cls, identifiers: Mapping[str, Any], saver: SaverSettings) -> ShardMeta:
+        """Return the metadata of a run over the data that *identifiers* describe, hash included."""
+        return cls(hash=identity_hash(identifiers), identifiers=identifiers, saver=saver)
+
+    def to_bytes(self) -> bytes:
+        """Return the compact JSON, its keys in the order of the format."""
+        saver = self.saver
+        content = {
+            "hash": self.hash,
+            "identifiers": self.identifiers and dict(self.identifiers),
+            "saver": {
+                "k": saver.k,
+                "p": saver.p,
+                "min_k": saver.min_k,
+                "save_dtype": saver.save_dtype,
+                "format_version": FORMAT_VERSION,
+                "mbs_save": saver.mbs_save,
+                "dp_size_save": saver.dp_size_save,
+                "gbs_save": saver.gbs_save,
+            },
+        }
+        return _compact_json(content).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str = "the shard") -> ShardMeta:
+        """Parse *data*; unknown keys are ignored, ``hash`` and ``identifiers`` may be missing.
+
+        Raises:
+            CacheFormatError: *data* (found in *where*) is not metadata of this format version.
+        """
+        content = parse_meta(data, where)
+        saver = content["saver"]
+        mbs, dp_size, gbs = (
+            _positive_size(saver, key, where) for key in ("mbs_save", "dp_size_save", "gbs_save")
+        )
+        if gbs % (mbs * dp_size):
+            raise CacheFormatError(
+                f"{META_TAR_MEMBER} in {where} has gbs_save {gbs}, which is not a multiple of "
+                f"mbs_save * dp_size_save = {mbs} * {dp_size}."
+            )
+        identifiers = content.get("identifiers")
+        return cls(
+            hash=content.get("hash"),
+            identifiers=identifiers if isinstance(identifiers, dict) else None,
+            saver=SaverSettings(
+                k=saver.get("k"),
+                p=saver.get("p"),
+                min_k=saver.get("min_k"),
+                save_dtype=saver.get("save_dtype"),
+                mbs_save=mbs,
+                dp_size_save=dp_size,
+                gbs_save=gbs,
+            ),
+        )
+
+
+def parse_meta(
+    data: bytes, where: str, versions: Sequence[int | None] = (FORMAT_VERSION,)
+) -> dict[str, Any]:
+    """Return the JSON of a ``_meta.json``: an object with a ``saver`` object of these *versions*.
+
+    Raises:
+        CacheFormatError: *data* (found in *where*) is not that.
+    """
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CacheFormatError(f"{META_TAR_MEMBER} in {where} is not JSON: {error}") from error
+    saver = content.get("saver") if isinstance(content, dict) else None
+    if not isinstance(content, dict) or not isinstance(saver, dict):
+        raise CacheFormatError(
+            f"{META_TAR_MEMBER} in {where} has no 'saver' object, found {str(content)[:80]!r}: "
+            "the file was not written by a teacher dump."
+        )
+    version = saver.get("format_version")
+    if version not in versions:
+        raise CacheFormatError(
+            f"{META_TAR_MEMBER} in {where} has format_version {version!r}, expected "
+            f"{' or '.join(map(str, versions))}. Read it with the software that wrote it, or dump "
+            "it again."
+        )
+    return content
+
+
+def _positive_size(saver: Mapping[str, Any], key: str, where: str) -> int:
+    size = saver.get(key)
+    if type(size) is int and size > 0:
+        return size
+    raise CacheFormatError(
+        f"{META_TAR_MEMBER} in {where} has {key} {size!r}, expected a positive integer."
+    )
+
+
+def check_identity(meta: ShardMeta, expected_identifiers: Mapping[str, Any], where: str) -> None:
+    """Check that the shard at *where* was recorded over the data the expected identifiers describe.
+
+    Raises:
+        CacheIdentityError: The hashes differ, or an identifier that both sides know does. The
+            message names each differing one with both values.
+    """
+    expected = json.loads(_compact_json(expected_identifiers))
+    expected_hash = identity_hash(expected)
+    found = meta.identifiers or {}
+    differing = [key for key in expected if key in found and found[key] != expected[key]]
+    if meta.hash == expected_hash and not differing:
+        return
+    if meta.hash is None:
+        reason = f"it carries no identity hash, expected {expected_hash}"
+    elif differing:
+        reason = "; ".join(
+            f"its {key} is {_compact_json(found[key])}, here it is {_compact_json(expected[key])}"
+            for key in differing
+        )
+    else:
+        reason = f"its identity hash is {meta.hash!r}, expected {expected_hash}"
+    raise CacheIdentityError(
+        f"Teacher shard {where} belongs to another run: {reason}. Give the student the teacher's "
+        "seed, length of training and data, or point --logits-load-dir at the cache of this data "
+        "(--logits-load-ignore-hash skips this check)."
+    )
+
+
+def write_shard_tar(
+    stream: BinaryIO, meta_bytes: bytes, members: Iterable[tuple[str, bytes]]
+) -> None:
+    """Write an uncompressed tar: ``_meta.json`` first, then *members* ``(name, content)`` in order.
+
+    Times and owners stay at zero, so equal content gives equal bytes.
+    """
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for name, content in ((META_TAR_MEMBER, meta_bytes), *members):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+class TarMember(NamedTuple):
+    """A regular file inside a tar: its content is ``size`` bytes at ``offset`` of the archive."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def read_tar_index(stream: BinaryIO) -> list[TarMember]:
+    """Return the regular members of a seekable tar, reading one header each and no content.
+
+    Raises:
+        CacheFormatError: It is not a tar, or one that ends before its end marker.
+    """
+    end = stream.seek(0, os.SEEK_END)
+    members: list[TarMember] = []
+    position = 0
+    while True:
+        stream.seek(position)
+        header = read_exactly(stream, min(_BLOCK, end - position))
+        if len(header) < _BLOCK:
+            raise CacheFormatError(
+                f"it is truncated at byte {end}, without an end marker after {len(members)} members"
+            )
+        if not any(header):
+            return members
+        try:
+            info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        except tarfile.TarError as error:
+            raise CacheFormatError(f"no tar header at byte {position}: {error}") from error
+        member = TarMember(info.name, position + _BLOCK, info.size)
+        position = member.offset + -(-member.size // _BLOCK) * _BLOCK
+        if member.size < 0 or position > end:
+            raise CacheFormatError(
+                f"it is truncated: member {info.name} needs {member.size} bytes at byte "
+                f"{member.offset}, the file has {end}"
+            )
+        if info.isreg():
+            members.append(member)
+
+
+def read_shard_meta(stream: BinaryIO, index: Sequence[TarMember], where: str) -> ShardMeta:
+    """Read and parse the leading ``_meta.json`` of the tar that *index* describes.
+
+    Raises:
+        CacheFormatError: It is not the first member, or not metadata of this format version.
+    """
+    return ShardMeta.from_bytes(read_meta_member(stream, index, where), where)
+
+
+def read_meta_member(stream: BinaryIO, index: Sequence[TarMember], where: str) -> bytes:
+    """Return the leading ``_meta.json`` of the tar that *index* describes, whatever its version.
+
+    Raises:
+        CacheFormatError: It is not the first member, or too large to be metadata.
+    """
+    if not index or index[0].name != META_TAR_MEMBER:
+        found = index[0].name if index else "an empty archive"
+        raise CacheFormatError(
+            f"{where} must begin with {META_TAR_MEMBER}, found {found}: it is not a teacher shard."
+        )
+    if index[0].size > _MAX_META_BYTES:
+        raise CacheFormatError(
+            f"{META_TAR_MEMBER} in {where} has {index[0].size} bytes, expected at most "
+            f"{_MAX_META_BYTES}."
+        )
+    return read_member(stream, index[0])
+
+
+def read_member(stream: BinaryIO, member: TarMember) -> bytes:
+    """Return the content of *member*; CacheFormatError if the stream ends first."""
+    stream.seek(member.offset)
+    data = read_exactly(stream, member.size)
+    if len(data) != member.size:
+        raise CacheFormatError(
+            f"member {member.name} has {len(data)} bytes, its header says {member.size}"
+        )
+    return data
+
+
+def read_exactly(stream: BinaryIO, size: int) -> bytes:
+    """Read *size* bytes from a stream that may return fewer per call; fewer only at its end."""
+    data = stream.read(size)
+    if len(data) == size:
+        return data
+    chunks = [data]
+    while data and (missing := size - sum(map(len, chunks))):
+        data = stream.read(missing)
+        chunks.append(data)
+    return b"".join(chunks)
+
+
+def _compact_json(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+# ------------------------------------------------------------------------------------------
+# Reshard plan
+# ------------------------------------------------------------------------------------------
+
+
+class RowRun(NamedTuple):
+    """Consecutive samples in rows ``[row_start, row_end)`` of saved DP rank *d_save*."""
+
+    d_save: int
+    row_start: int
+    row_end: int
+
+
+class ReshardSource(NamedTuple):
+    """A :class:`RowRun` in the member of the teacher's iteration *iter_save* (0-based)."""
+
+    iter_save: int
+    d_save: int
+    row_start: int
+    row_end: int
+
+
+def row_runs(
+    member_start: int, first_sample: int, last_sample_exclusive: int, *, mbs_save: int, dp_save: int
+) -> Iterator[RowRun]:
+    """Yield where samples ``[first_sample, last_sample_exclusive)`` lie, in sample order.
+
+    They belong to the members, one per saved DP rank, that start at *member_start*. Megatron's
+    sampler deals blocks of ``mbs`` samples to the DP ranks in turn: row ``r`` of DP rank ``d`` is
+    sample ``member_start + ((r // mbs) * dp + d) * mbs + r % mbs``.
+    """
+    assert member_start <= first_sample, (member_start, first_sample)
+    offset, end = first_sample - member_start, last_sample_exclusive - member_start
+    if dp_save == 1 and offset < end:  # all blocks are neighbours
+        yield RowRun(0, offset, end)
+        return
+    while offset < end:
+        block, inside = divmod(offset, mbs_save)
+        length = min(mbs_save - inside, end - offset)
+        row = block // dp_save * mbs_save + inside
+        yield RowRun(block % dp_save, row, row + length)
+        offset += length
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsReshardPlan:
+    """Where a student finds its rows if every iteration of the teacher had *gbs_save* samples.
+
+    Any sizes that Megatron itself accepts may be combined: each global batch size must be a
+    multiple of its ``mbs * dp``.
+    """
+
+    mbs_save: int
+    dp_save: int
+    gbs_save: int
+    mbs_load: int
+    dp_load: int
+    gbs_load: int
+
+    def __post_init__(self) -> None:
+        """Check the sizes; ValueError names the ones that do not fit."""
+        for side in ("save", "load"):
+            mbs, dp, gbs = (getattr(self, f"{name}_{side}") for name in ("mbs", "dp", "gbs"))
+            if min(mbs, dp, gbs) < 1 or gbs % (mbs * dp):
+                raise ValueError(
+                    f"gbs_{side} ({gbs}) must be a positive multiple of mbs_{side} * dp_{side} "
+                    f"({mbs} * {dp} = {mbs * dp})."
+                )
+
+    @property
+    def num_mb_load(self) -> int:
+        """Microbatches per DP rank and iteration of the student."""
+        return self.gbs_load // (self.mbs_load * self.dp_load)
+
+    @property
+    def num_mb_save(self) -> int:
+        """Microbatches per DP rank and iteration of the teacher."""
+        return self.gbs_save // (self.mbs_save * self.dp_save)
+
+    @property
+    def samples_per_save_shard(self) -> int:
+        """Rows of one member."""
+        return self.gbs_save // self.dp_save
+
+    def needed_d_saves(self, d_load: int) -> list[int]:
+        """Return, sorted, the saved DP ranks that load DP rank *d_load* reads in any iteration."""
+        phases = math.lcm(self.gbs_save, self.gbs_load) // self.gbs_load
+        needed: set[int] = set()
+        for i_load in range(phases):
+            for m_load in range(self.num_mb_load):
+                needed.update(
+                    source.d_save for source in self.sources_for_microbatch(i_load, m_load, d_load)
+                )
+                if len(needed) == self.dp_save:
+                    return sorted(needed)
+        return sorted(needed)
+
+    def sources_for_microbatch(
+        self, i_load: int, m_load: int, d_load: int
+    ) -> Iterator[ReshardSource]:
+        """Yield, in sample order, the rows of one microbatch of one load DP rank."""
+        sample = i_load * self.gbs_load + (m_load * self.dp_load + d_load) * self.mbs_load
+        end = sample + self.mbs_load
+        while sample < end:
+            iter_save = sample // self.gbs_save
+            start = iter_save * self.gbs_save
+            stop = min(end, start + self.gbs_save)
+            for run in row_runs(start, sample, stop, mbs_save=self.mbs_save, dp_save=self.dp_save):
+                yield ReshardSource(iter_save, *run)
+            sample = stop

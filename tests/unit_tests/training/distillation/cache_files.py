@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small caches whose every value tells the sample and the position it belongs to."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.training.distillation.shard_writer import write_batched_tar
+from megatron.training.distillation.utils import (
+    SaverSettings,
+    ShardMeta,
+    encode_logprobs_payload,
+    member_name,
+)
+
+IDENTIFIERS: dict[str, Any] = {
+    "seed": 1,
+    "train_samples": 100,
+    "blend": {"kind": "mock", "mock": True},
+}
+SEQ, K = 4, 2
+
+
+def sample_of(values: torch.Tensor) -> list[int]:
+    """Return the samples that the rows of ``(S, n, K)`` values belong to."""
+    assert values.size(0) == SEQ
+    samples = (-values[0, :, 0]).round().int()
+    for position in range(SEQ):
+        expected = -samples.float()[:, None] - position / 8 - torch.arange(K) / 16
+        torch.testing.assert_close(values[position].float(), expected)
+    return samples.tolist()
+
+
+def rows_of(samples: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return values and indices ``(S, n, K)`` and the tail ``(S, n)`` of these samples."""
+    sample = torch.tensor(samples, dtype=torch.float32)
+    position = torch.arange(SEQ)[:, None]
+    values = -(sample + position / 8)[..., None] - torch.arange(K) / 16
+    indices = torch.arange(K).expand(SEQ, len(samples), K) + position[..., None]
+    return values, indices, -(sample + position / 8) - 0.5
+
+
+def write_shard(
+    directory: Path,
+    start: int,
+    end: int,
+    *,
+    gbs: int = 4,
+    mbs: int = 1,
+    dp: int = 1,
+    identifiers: Mapping[str, Any] = IDENTIFIERS,
+) -> None:
+    """Write every DP rank's shard of samples ``[start, end)``, one member per *gbs* samples."""
+    saver = SaverSettings(
+        k=K, p=None, min_k=1, save_dtype="fp32", mbs_save=mbs, dp_size_save=dp, gbs_save=gbs
+    )
+    meta = ShardMeta.for_run(identifiers, saver).to_bytes()
+    for rank in range(dp):
+        members = []
+        for first in range(start, end, gbs):
+            blocks = range(first + rank * mbs, first + gbs, mbs * dp)
+            samples = [block + offset for block in blocks for offset in range(mbs)]
+            payload = encode_logprobs_payload(*rows_of(samples))
+            members.append((member_name(first, first + gbs), payload))
+        write_batched_tar(str(directory / f"dp{rank}__{start}-{end}.tar"), meta, members)

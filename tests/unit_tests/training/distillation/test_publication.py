@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dumps that are killed and resumed in any order leave disjoint shards and lose no sample.
+
+The dump here is real down to the files; only the model is missing: an iteration's payload is a
+function of its samples, as a frozen teacher's is.
+"""
+
+import builtins
+import itertools
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.training.distillation.publication import (
+    Extract,
+    Publish,
+    SetAside,
+    plan_publication,
+)
+from megatron.training.distillation.shard_writer import write_batched_tar
+from megatron.training.distillation.utils import ShardName
+
+GBS = 4
+ITERATIONS = 12
+META = b'{"saver":{}}'
+
+
+def shard(start: int, end: int, dp_rank: int = 0) -> ShardName:
+    return ShardName(dp_rank, start, end)
+
+
+@pytest.mark.parametrize(
+    ("new", "live", "steps"),
+    [
+        (shard(8, 16), [], [Publish(shard(8, 16))]),
+        (shard(8, 16), [shard(0, 8), shard(16, 24)], [Publish(shard(8, 16))]),
+        (shard(8, 16), [shard(8, 16)], [Publish(shard(8, 16))]),
+        (shard(8, 16), [shard(8, 16, 1), shard(0, 99, 2)], [Publish(shard(8, 16))]),
+        (
+            shard(0, 16),
+            [shard(0, 8), shard(8, 16)],
+            [SetAside(shard(0, 8)), SetAside(shard(8, 16)), Publish(shard(0, 16))],
+        ),
+        (
+            shard(8, 16),
+            [shard(0, 12)],
+            [Extract(shard(0, 12), shard(0, 8)), SetAside(shard(0, 12)), Publish(shard(8, 16))],
+        ),
+        (
+            shard(8, 16),
+            [shard(12, 20)],
+            [Extract(shard(12, 20), shard(16, 20)), SetAside(shard(12, 20)), Publish(shard(8, 16))],
+        ),
+        (
+            shard(8, 16),
+            [shard(0, 24)],
+            [
+                Extract(shard(0, 24), shard(0, 8)),
+                Extract(shard(0, 24), shard(16, 24)),
+                SetAside(shard(0, 24)),
+                Publish(shard(8, 16)),
+            ],
+        ),
+        # What a killed writer left: an extract beside its source, away from the new shard.
+        (
+            shard(40, 48),
+            [shard(0, 24), shard(0, 8)],
+            [SetAside(shard(0, 8)), Publish(shard(40, 48))],
+        ),
+        # What another writer left: the later start wins.
+        (
+            shard(40, 48),
+            [shard(0, 12), shard(8, 16)],
+            [Extract(shard(0, 12), shard(0, 8)), SetAside(shard(0, 12)), Publish(shard(40, 48))],
+        ),
+    ],
+)
+def test_plans(new, live, steps):
+    assert plan_publication(new, live) == steps
+    assert plan_publication(new, reversed(live)) == steps
+
+
+# ---- killed at every file operation ----------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands in for SIGKILL: no handler of the writer may see it."""
+
+
+class KillSwitch:
+    """Raises before the n-th operation that changes a file or directory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None
+        for name in ("replace", "rename", "fsync", "unlink"):
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+        opened = builtins.open
+
+        def counted_open(path, mode="r", *args, **kwargs):
+            if mode == "wb":
+                self.tick()
+            return opened(path, mode, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "open", counted_open)
+
+    def tick(self) -> None:
+        if self.left is not None:
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+
+    def _counted(self, function):
+        def call(*args, **kwargs):
+            self.tick()
+            return function(*args, **kwargs)
+
+        return call
+
+
+def payload(start: int) -> bytes:
+    return f"samples {start} on".encode() * 50
+
+
+def dump(root: Path, begin: int, end: int, interval: int) -> int:
+    """Dump iterations ``[begin, end)`` as the trainer does; return the last confirmed one."""
+    flushed = begin
+    for iteration in range(begin + 1, end + 1):
+        if iteration % interval == 0 or iteration == end:
+            window = range(flushed, iteration)
+            members = [(f"{i * GBS}-{(i + 1) * GBS}.pt.zst", payload(i * GBS)) for i in window]
+            name = ShardName(0, flushed * GBS, iteration * GBS)
+            write_batched_tar(str(root / str(name)), META, members)
+            flushed = iteration
+    return flushed
+
+
+def live(root: Path) -> list[ShardName]:
+    return sorted(name for name in map(ShardName.parse, os.listdir(root)) if name is not None)
+
+
+def readable(root: Path) -> dict[int, bytes]:
+    """Return the payload of every sample range, read as the student does: the later start wins."""
+    found = {}
+    for name in live(root):
+        with tarfile.open(root / str(name)) as tar:
+            for member in tar.getmembers()[1:]:
+                start = int(member.name.split("-")[0])
+                assert name.start <= start < name.end
+                found[start] = tar.extractfile(member).read()
+    return found
+
+
+def assert_disjoint(root: Path) -> None:
+    shards = live(root)
+    for first, second in itertools.pairwise(shards):
+        assert first.end <= second.start, shards
+
+
+def assert_complete(root: Path) -> None:
+    assert_disjoint(root)
+    assert readable(root) == {i * GBS: payload(i * GBS) for i in range(ITERATIONS)}
+    assert sum(name.end - name.start for name in live(root)) == ITERATIONS * GBS
+
+
+@pytest.fixture
+def kill_switch(monkeypatch):
+    return KillSwitch(monkeypatch)
+
+
+def test_killed_before_every_operation_of_a_publication_that_cuts_on_both_sides(
+    tmp_path, kill_switch
+):
+    """Every prefix of the longest plan there is: two extracts, a set-aside, a publication."""
+    operations = 0
+    while True:
+        root = tmp_path / str(operations)
+        dump(root, 0, ITERATIONS, ITERATIONS)
+        confirmed_before = readable(root)
+        kill_switch.left = operations
+        try:
+            dump(root, 4, 8, 4)
+        except Killed:
+            kill_switch.left = None
+            lost = set(confirmed_before) - set(readable(root))
+            # Only what the killed write was about to record again, from the checkpoint it had.
+            assert lost <= {i * GBS for i in range(4, 8)}
+            dump(root, 4, ITERATIONS, 5)
+            assert_complete(root)
+            operations += 1
+            continue
+        kill_switch.left = None
+        break
+    # Three publications (open, fsync, replace, fsync of the directory) and one rename.
+    assert operations == 3 * 4 + 1
+    assert_complete(root)
+
+
+LIFE = st.tuples(
+    st.integers(1, 7),  # the save interval of this life
+    st.integers(0, 60),  # file operations until it is killed
+    st.integers(0, 3),  # confirmed checkpoints the next life goes back by
+)
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(lives=st.lists(LIFE, min_size=1, max_size=6), last_interval=st.integers(1, 7))
+def test_any_schedule_of_kills_resumes_and_intervals(
+    tmp_path_factory, kill_switch, lives, last_interval
+):
+    root = tmp_path_factory.mktemp("cache")
+    confirmed = [0]
+    for interval, operations, back in lives:
+        begin = confirmed[max(0, len(confirmed) - 1 - back)]
+        confirmed = [iteration for iteration in confirmed if iteration <= begin]
+        kill_switch.left = operations
+        try:
+            first = begin - begin % interval + interval
+            for end in [*range(first, ITERATIONS, interval), ITERATIONS]:
+                if end > begin:
+                    confirmed.append(dump(root, confirmed[-1], end, ITERATIONS))
+        except Killed:
+            pass
+        kill_switch.left = None
+        # What is confirmed at or before the checkpoint that is resumed from stays readable.
+        if root.exists():
+            assert set(readable(root)) >= {i * GBS for i in range(confirmed[-1])}
+    dump(root, confirmed[-1], ITERATIONS, last_interval)
+    assert_complete(root)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shard that the checkpoint worker writes, and the buffer that feeds it."""
+
+import io
+import json
+import pickle
+import tarfile
+import threading
+
+import pytest
+import torch
+
+from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.training.distillation import shard_writer, storage
+from megatron.training.distillation.shard_writer import IterationBuffer, write_batched_tar
+from megatron.training.distillation.utils import decode_teacher_rows, encode_logprobs_payload
+
+META = b'{"saver":{}}'
+MEMBERS = [("0-8.pt.zst", b"first"), ("8-16.pt.zst", b"second" * 200)]
+
+
+def names(directory) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def contents(path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}
+
+
+# ---- the write -----------------------------------------------------------------------------
+
+
+def test_writes_metadata_first_then_the_members(tmp_path):
+    path = tmp_path / "new" / "cache" / "dp0__0-16.tar"
+    write_batched_tar(str(path), META, MEMBERS, False)
+    assert list(contents(path).items()) == [("_meta.json", META), *MEMBERS]
+    assert names(path.parent) == ["dp0__0-16.tar"]
+
+
+def test_same_input_gives_the_same_bytes(tmp_path):
+    path = tmp_path / "dp0__0-16.tar"
+    write_batched_tar(str(path), META, MEMBERS, False)
+    first = path.read_bytes()
+    write_batched_tar(str(path), META, MEMBERS, False)
+    assert path.read_bytes() == first
+    assert names(tmp_path) == ["dp0__0-16.tar"]
+
+
+def test_nothing_to_write(tmp_path):
+    write_batched_tar("", META, [], False)
+    write_batched_tar(str(tmp_path / "never" / "dp0__0-16.tar"), META, [], False)
+    assert names(tmp_path) == []
+
+
+def test_travels_to_a_worker_process():
+    arguments = ("/cache/dp0__0-16.tar", META, MEMBERS, False)
+    function, found = pickle.loads(pickle.dumps((write_batched_tar, arguments)))
+    assert function is write_batched_tar
+    assert found == arguments
+
+
+def test_old_shards_inside_the_new_one_are_set_aside_before_it_appears(tmp_path, monkeypatch):
+    old = ["dp0__0-8.tar", "dp0__8-16.tar"]
+    kept = [
+        "dp0__16-24.tar",
+        "dp1__0-8.tar",
+        "dp10__0-8.tar",
+        "dp0__0-16.tar",  # the same name is replaced in place
+        "dp0__0-4.tar.tmp",
+        "dp0__0-4.tar.stale",
+        "notes.txt",
+    ]
+    for name in (*old, *kept):
+        (tmp_path / name).write_bytes(name.encode())
+    at_publish = []
+    publish = storage.publish
+
+    def watch(path, write):
+        at_publish.extend(names(tmp_path))
+        publish(path, write)
+
+    monkeypatch.setattr(storage, "publish", watch)
+    write_batched_tar(str(tmp_path / "dp0__0-16.tar"), META, MEMBERS, False)
+    stale = [f"{name}.stale" for name in old]
+    assert at_publish == names(tmp_path) == sorted(stale + kept)
+    for name in old:
+        assert (tmp_path / f"{name}.stale").read_bytes() == name.encode()
+    assert contents(tmp_path / "dp0__0-16.tar")["0-8.pt.zst"] == b"first"
+
+
+def test_an_old_shard_that_sticks_out_keeps_what_it_alone_owns(tmp_path):
+    spans = [(start, start + 4) for start in range(0, 24, 4)]
+    old = [(f"{a}-{b}.pt.zst", f"old {a}".encode()) for a, b in spans]
+    write_batched_tar(str(tmp_path / "dp0__0-24.tar"), META, old, False)
+    new = [("8-12.pt.zst", b"new 8"), ("12-16.pt.zst", b"new 12")]
+    write_batched_tar(str(tmp_path / "dp0__8-16.tar"), b"{}", new, False)
+    assert names(tmp_path) == [
+        "dp0__0-24.tar.stale",
+        "dp0__0-8.tar",
+        "dp0__16-24.tar",
+        "dp0__8-16.tar",
+    ]
+    meta = {"_meta.json": META}
+    assert contents(tmp_path / "dp0__0-8.tar") == meta | dict(old[:2])
+    assert contents(tmp_path / "dp0__16-24.tar") == meta | dict(old[4:])
+    assert contents(tmp_path / "dp0__8-16.tar") == {"_meta.json": b"{}"} | dict(new)
+
+
+def test_a_damaged_shard_that_sticks_out_is_set_aside_with_a_warning(tmp_path, caplog):
+    (tmp_path / "dp0__12-20.tar").write_bytes(b"no tar")
+    write_batched_tar(str(tmp_path / "dp0__0-16.tar"), META, MEMBERS, False)
+    assert names(tmp_path) == ["dp0__0-16.tar", "dp0__12-20.tar.stale"]
+    assert "Samples 16 to 19 were recorded in" in caplog.text
+    assert "dp0__12-20.tar alone, which is damaged" in caplog.text
+
+
+def test_an_iteration_is_never_cut(tmp_path):
+    write_batched_tar(str(tmp_path / "dp0__0-16.tar"), META, MEMBERS, False)
+    with pytest.raises(ValueError, match=r"8-16.pt.zst of .* with another global batch size"):
+        write_batched_tar(str(tmp_path / "dp0__12-24.tar"), META, [("12-24.pt.zst", b"x")], False)
+    assert names(tmp_path) == ["dp0__0-16.tar"]
+
+
+def test_a_failed_write_is_raised_and_leaves_the_old_shard(tmp_path, monkeypatch):
+    path = tmp_path / "dp0__0-16.tar"
+    write_batched_tar(str(path), META, MEMBERS, False)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shard_writer, "write_shard_tar", full)
+    with pytest.raises(OSError, match=r"No space left on device.*dp0__0-16.tar"):
+        write_batched_tar(str(path), META, MEMBERS[:1], False)
+    assert len(contents(path)) == 3
+    assert names(tmp_path) == ["dp0__0-16.tar"]
+
+
+def test_object_storage_is_enabled_in_the_worker(tmp_path, monkeypatch):
+    pytest.importorskip("multistorageclient")
+    provider = {"type": "file", "options": {"base_path": str(tmp_path)}}
+    config = {"profiles": {"test-shard-writer": {"storage_provider": provider}}}
+    (tmp_path / "msc.json").write_text(json.dumps(config))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    monkeypatch.setattr(MultiStorageClientFeature, "_enabled", False)
+    url = "msc://test-shard-writer/cache"
+    write_batched_tar(f"{url}/dp0__0-8.tar", META, MEMBERS[:1], True)
+    assert MultiStorageClientFeature.is_enabled()
+    write_batched_tar(f"{url}/dp0__0-16.tar", META, MEMBERS, True)
+    assert storage.list_names(url) == ["dp0__0-16.tar", "dp0__0-8.tar.stale"]
+    with storage.open_read(f"{url}/dp0__0-16.tar") as stream:
+        archive = io.BytesIO(stream.read())
+    with tarfile.open(fileobj=archive) as tar:
+        assert tar.getnames() == ["_meta.json", "0-8.pt.zst", "8-16.pt.zst"]
+
+
+# ---- the buffer ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def buffer():
+    buffer = IterationBuffer()
+    yield buffer
+    buffer.close()
+
+
+def entries(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(4, 2, 3, generator=generator).half(),
+        torch.randint(0, 131072, (4, 2, 3), generator=generator),
+        torch.randn(4, 2, generator=generator),
+    )
+
+
+def test_take_returns_all_iterations_in_order_and_empties(buffer):
+    for start in (16, 0, 8):
+        buffer.add(start, start + 8, *entries(start))
+    assert len(buffer) == 3
+    taken = buffer.take()
+    assert [item[:2] for item in taken] == [(0, 8), (8, 16), (16, 24)]
+    assert [item.member_name for item in taken] == ["0-8.pt.zst", "8-16.pt.zst", "16-24.pt.zst"]
+    for item in taken:
+        values, indices, tail = entries(item.start)
+        rows = decode_teacher_rows(item.payload)
+        assert torch.equal(rows.values, values)
+        assert torch.equal(rows.indices, indices.int())
+        assert torch.equal(rows.tail_logprob, tail)
+    assert buffer.take() == []
+
+
+def test_tail_may_be_absent(buffer):
+    values, indices, _ = entries(0)
+    buffer.add(0, 8, values, indices)
+    assert buffer.take() == [(0, 8, encode_logprobs_payload(values, indices))]
+
+
+def test_a_replay_replaces_the_iteration(buffer):
+    for seed in (1, 2, 3):
+        buffer.add(0, 8, *entries(seed))
+    (item,) = buffer.take()
+    assert torch.equal(decode_teacher_rows(item.payload).values, entries(3)[0])
+
+
+def test_an_encoding_error_surfaces_every_time(buffer):
+    values, indices, tail = entries(0)
+    buffer.add(0, 8, values, indices, tail)
+    buffer.add(8, 16, values, indices + 131072, tail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="17 bits"):
+            buffer.take()
+    buffer.add(8, 16, values, indices, tail)  # the replay repairs it
+    assert len(buffer.take()) == 2
+
+
+def test_iterations_may_come_from_several_threads(buffer):
+    def work(worker: int) -> None:
+        for iteration in range(5):
+            start = (iteration * 4 + worker) * 8
+            buffer.add(start, start + 8, *entries(start))
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [item.start for item in buffer.take()] == list(range(0, 160, 8))
+
+
+def test_encoding_uses_one_thread_that_close_ends():
+    before = threading.active_count()
+    buffer = IterationBuffer()
+    assert threading.active_count() == before
+    for start in range(0, 64, 8):
+        buffer.add(start, start + 8, *entries(start))
+        assert threading.active_count() <= before + 1
+    buffer.close()
+    assert threading.active_count() == before
+    assert len(buffer.take()) == 8
