@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Student side: the loss on a teacher's cached top-K log-probabilities.
+
+The trainer attaches a :class:`StudentLogitsCapture` to the model; the entry script uses a
+:class:`LossFuncCallable` as its loss function. On the last pipeline stage it takes the captured
+logits, fetches the targets of the same global samples, and returns
+``alpha * kd_loss + (1 - alpha) * lm_loss``.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from megatron.training.distillation import arguments, parallel
+from megatron.training.distillation.errors import TeacherDataError, TeacherDataExhaustedError
+from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
+from megatron.training.distillation.payload import TeacherRows
+from megatron.training.distillation.sparse_kl import sparse_kl, sparse_kl_share
+from megatron.training.distillation.target_stream import StreamOptions, TargetStream
+from megatron.training.distillation.targets import (
+    IterationFailure,
+    IterationTargets,
+    LoadLayout,
+)
+from megatron.training.global_vars import get_args
+
+logger = logging.getLogger(__name__)
+
+TeacherIteration = tuple[int, list[torch.Tensor], list[torch.Tensor]]
+
+# The loss function is called without the capture, so one reference has to live here.
+_active_capture: "StudentLogitsCapture | None" = None
+
+
+def get_student_logits_capture() -> "StudentLogitsCapture | None":
+    """Return this process's capture, or None if the run does not distil."""
+    return _active_capture
+
+
+class StudentLogitsCapture:
+    """Keeps the differentiable logits of the latest training forward pass for the loss function.
+
+    Megatron's cross entropy works in place on fp32 logits, and Transformer Engine's on logits of
+    any dtype: where the model's own loss would write to the captured tensor, it is given a copy.
+    """
+
+    def __init__(self) -> None:
+        self._logits: torch.Tensor | None = None
+        self._tap: OutputLayerTap | None = None
+        self._loss_override: LossOverride | None = None
+
+    def attach_hooks(self, model: torch.nn.Module) -> None:
+        """Hook the model's output layer; a model chunk without one is left alone."""
+        global _active_capture
+        _active_capture = self
+        if getattr(model, "output_layer", None) is None:
+            return
+        config = getattr(model, "config", None)
+        self._tap = OutputLayerTap(model, getattr(config, "mtp_num_layers", 0) or 0, self._keep)
+        if hasattr(model, "compute_language_model_loss"):
+            fused_in_place = (
+                getattr(config, "cross_entropy_loss_fusion", False)
+                and getattr(config, "cross_entropy_fusion_impl", None) == "te"
+            )
+            self._loss_override = LossOverride(
+                model, _UnharmedLoss(self, overwrites_any_dtype=bool(fused_in_place))
+            )
+
+    def _keep(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def holds(self, logits: torch.Tensor) -> bool:
+        """Return whether *logits* shares its memory with the captured tensor."""
+        return self._logits is not None and self._logits.data_ptr() == logits.data_ptr()
+
+    def pop(self) -> torch.Tensor:
+        """Return the captured logits ``(S, B, V / tp)`` and forget them.
+
+        Raises:
+            RuntimeError: No training forward pass went through a hooked output layer.
+        """
+        if self._logits is None:
+            raise RuntimeError(
+                "No student logits were captured in this forward pass: StudentLogitsCapture must "
+                "be attached to the model whose loss is computed, and the model must be in "
+                "training mode."
+            )
+        logits = self._logits
+        self._logits = None
+        return logits
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the model and forget what was captured."""
+        if self._tap is not None:
+            self._tap.remove()
+            self._tap = None
+        if self._loss_override is not None:
+            self._loss_override.remove()
+            self._loss_override = None
+        self._logits = None
+
+
+class _UnharmedLoss:
+    """The model's own loss, on a copy where it would overwrite the captured logits."""
+
+    def __init__(self, capture: StudentLogitsCapture, *, overwrites_any_dtype: bool) -> None:
+        self._capture = capture
+        self._overwrites_any_dtype = overwrites_any_dtype
+
+    def __call__(self, original: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        overwrites = self._overwrites_any_dtype or logits.dtype == torch.float32
+        if overwrites and self._capture.holds(logits):
+            logits = logits.clone()
+        loss: torch.Tensor = original(labels, logits)
+        return loss
+
+
+class CachedLogitsKDLoss:
+    """Per-token KL divergence of the student from the teacher's cached distribution.
+
+    Args:
+        logprobs_dir: Directory of the cache, a local path or ``msc://`` URL.
+        decode_threads: Threads that decode payloads ahead.
+        msc_prefetch_depth: Whole shards fetched ahead from an object store.
+        ignore_hash: Accept shards of another run identity.
+        ignore_errors: Answer None for iterations whose data cannot be read, instead of raising.
+    """
+
+    def __init__(
+        self,
+        logprobs_dir: str,
+        decode_threads: int = 4,
+        msc_prefetch_depth: int = 2,
+        ignore_hash: bool = False,
+        ignore_errors: bool = False,
+    ) -> None:
+        self.logprobs_dir = logprobs_dir
+        self.skipped_iterations = 0
+        self._ignore_errors = ignore_errors
+        self._settings = arguments.RunSettings.from_global_args()
+        self._layout = parallel.ParallelLayout.from_parallel_state()
+        self._stream = TargetStream(
+            StreamOptions(
+                logprobs_dir=logprobs_dir,
+                expected_identifiers=None if ignore_hash else self._settings.identifiers,
+                decode_threads=decode_threads,
+                decode_lookahead=None,
+                msc_prefetch_depth=msc_prefetch_depth,
+            ),
+            LoadLayout(
+                dp_rank=self._layout.dp_rank,
+                dp_size=self._layout.dp_size,
+                mbs=self._settings.micro_batch_size,
+                gbs=self._settings.global_batch_size,
+                cp_rank=self._layout.cp_rank,
+                cp_size=self._layout.cp_size,
+                seq_length=self._settings.seq_length,
+            ),
+        )
+        self._position: tuple[int, int] | None = None
+        self._targets: IterationTargets | None = None
+        self._next_microbatch = 0
+
+    def __call__(
+        self,
+        student_logits: torch.Tensor,
+        iteration: int | None = None,
+        microbatch_idx: int | None = None,
+    ) -> torch.Tensor | None:
+        """Return the loss of the next microbatch.
+
+        Collective over TP for the loss, and at the first microbatch of an iteration over the whole
+        pipeline stage, whose ranks agree there on whether the iteration has targets.
+
+        Args:
+            student_logits: ``(S / cp, B, V / tp)``; never written to.
+            iteration: Iteration under a fixed global batch size; the trainer's position by default.
+            microbatch_idx: Microbatch of the iteration; counted by default, and counted again when
+                a step is replayed.
+
+        Returns:
+            ``(B, S / cp)`` fp32, the same on every TP rank; None where the iteration's data could
+            not be read and errors are ignored.
+
+        Raises:
+            TeacherDataError: The iteration's data is missing, exhausted or damaged, on any rank.
+        """
+        position = self._resolve(iteration)
+        if position != self._position:
+            self._targets = self._agree_on_targets(position[1])
+            self._position = position
+            self._next_microbatch = 0
+        if self._targets is None:
+            return None
+        if microbatch_idx is None:
+            microbatch_idx = self._next_microbatch % len(self._targets.microbatches)
+            self._next_microbatch = microbatch_idx + 1
+        rows = self._targets.microbatches[microbatch_idx]
+        device = student_logits.device
+        tail = rows.tail_logprob
+        loss = sparse_kl(
+            student_logits,
+            rows.values.to(device, non_blocking=True),
+            rows.indices.to(device, non_blocking=True),
+            tail_logprob=None if tail is None else tail.to(device, non_blocking=True),
+            vocab_size=self._settings.vocab_size,
+            tp_rank=self._layout.tp_rank,
+            tp_size=self._layout.tp_size,
+            tp_group=self._layout.tp_group,
+        )
+        return loss.transpose(0, 1).contiguous()
+
+    def _resolve(self, iteration: int | None) -> tuple[int, int]:
+        """Return the iteration and its first global sample."""
+        if iteration is not None:
+            return iteration, iteration * self._settings.global_batch_size
+        position = arguments.current_position()
+        return position.iteration, position.start_sample
+
+    def _agree_on_targets(self, start_sample: int) -> IterationTargets | None:
+        """Fetch an iteration's targets on this rank and agree on using them.
+
+        Collective over the pipeline stage: every rank must call.
+        """
+        item = self._stream.iteration(start_sample)
+        severity, detail = 0, ""
+        if isinstance(item, IterationFailure):
+            severity = 2 if item.fatal else 1
+            detail = f"{type(item.error).__name__}: {item.error}"
+        worst, details = parallel.worst_over_stage(severity, detail, self._layout)
+        if worst == 0:
+            assert isinstance(item, IterationTargets)
+            return item
+        if worst == 1 and self._ignore_errors:
+            self.skipped_iterations += 1
+            if self._layout.speaks_for_stage:
+                logger.warning(
+                    "No teacher targets for the batch that starts at sample %d; this step trains "
+                    "on the LM loss alone (%d steps so far).\n%s",
+                    start_sample,
+                    self.skipped_iterations,
+                    details,
+                )
+            return None
+        if isinstance(item, IterationFailure) and severity == worst:
+            raise item.error
+        raise TeacherDataError(
+            f"Another rank of this pipeline stage cannot read the teacher targets of the batch "
+            f"that starts at sample {start_sample}:\n{details}"
+        )
+
+
+class LossFuncCallable:
+    """Loss function of a distilled student: ``alpha * kd_loss + (1 - alpha) * lm_loss``.
+
+    Args:
+        logprobs_dir: Directory of the cache, a local path or ``msc://`` URL.
+        decode_threads: Threads that decode payloads ahead.
+        kd_loss_alpha: Weight of the distillation loss, in [0, 1].
+        ignore_errors: Train a step on the LM loss alone when its cached data cannot be read.
+        msc_prefetch_depth: Whole shards fetched ahead from an object store.
+        ignore_hash: Accept shards of another run identity.
+
+    Raises:
+        ValueError: *kd_loss_alpha* is outside [0, 1].
+    """
+
+    def __init__(
+        self,
+        logprobs_dir: str,
+        decode_threads: int = 4,
+        kd_loss_alpha: float = 1.0,
+        ignore_errors: bool = False,
+        msc_prefetch_depth: int = 2,
+        ignore_hash: bool = False,
+    ) -> None:
+        if not 0.0 <= kd_loss_alpha <= 1.0:
+            raise ValueError(f"kd_loss_alpha is {kd_loss_alpha}: expected a weight in [0, 1].")
+        self.logprobs_dir = logprobs_dir
+        self.alpha = kd_loss_alpha
+        self._options: dict[str, Any] = {
+            "decode_threads": decode_threads,
+            "msc_prefetch_depth": msc_prefetch_depth,
+            "ignore_hash": ignore_hash,
+            "ignore_errors": ignore_errors,
+        }
+        self.kd_func: CachedLogitsKDLoss | None = None
+
+    def __call__(
+        self, loss_mask: torch.Tensor, output_tensor: torch.Tensor, model: torch.nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of one microbatch; evaluation returns the LM loss only.
+
+        Collective over TP and, at the first microbatch of an iteration, over the pipeline stage.
+
+        Args:
+            loss_mask: ``(B, S / cp)``; tokens whose mask is 0 do not count, whatever their loss is.
+            output_tensor: Per-token LM losses ``(B, S / cp)``.
+            model: The model, wrapped or not.
+
+        Returns:
+            The summed loss, the number of unmasked tokens (int), and the report: ``lm loss``,
+            ``logits distillation loss`` and ``total loss``, each ``[sum, num_tokens]``.
+        """
+        mask = loss_mask.reshape(-1).float()
+        num_tokens = mask.sum().detach().to(torch.int)
+        lm_loss = _masked_sum(output_tensor, mask)
+        report = {"lm loss": _entry(lm_loss, num_tokens)}
+        if not model.training:
+            return lm_loss, num_tokens, report
+
+        capture = get_student_logits_capture()
+        if capture is None:
+            raise RuntimeError(
+                "Cached-logits distillation needs a StudentLogitsCapture attached to the model; "
+                "the trainer attaches it when --logits-load-dir is set."
+            )
+        kd_loss = self._kd_loss(capture.pop(), mask)
+        if kd_loss is None:
+            # The trainer prints an entry it has seen before and does not get as 0.
+            report["total loss"] = _entry(lm_loss, num_tokens)
+            return lm_loss, num_tokens, report
+        report["logits distillation loss"] = _entry(kd_loss, num_tokens)
+        total = self._mix(kd_loss, lm_loss)
+        report["total loss"] = _entry(total, num_tokens)
+        return total, num_tokens, report
+
+    def _kd_loss(self, logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        if self.kd_func is None:
+            # The trainer builds its loss function before the parallel state exists.
+            self.kd_func = CachedLogitsKDLoss(self.logprobs_dir, **self._options)
+        if self.alpha == 0.0:
+            logits = logits.detach()
+        per_token = self.kd_func(logits)
+        return None if per_token is None else _masked_sum(per_token, mask)
+
+    def _mix(self, kd_loss: torch.Tensor, lm_loss: torch.Tensor) -> torch.Tensor:
+        """Weigh the losses; one with weight 0 is a metric only and takes no part in backward."""
+        if self.alpha == 1.0:
+            return kd_loss
+        if self.alpha == 0.0:
+            return lm_loss
+        return self.alpha * kd_loss + (1.0 - self.alpha) * lm_loss
+
+
+def _masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sum the losses whose mask is not 0; a NaN behind the mask stays out of sum and gradient."""
+    losses = losses.reshape(-1).float()
+    return torch.sum(torch.where(mask != 0, losses, 0.0) * mask)
+
+
+def _entry(loss: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+    """Return a report entry ``[sum, num_tokens]``."""
+    return torch.cat([loss.detach().clone().view(1), num_tokens.view(1)])
+
+
+def topk_kl_div(
+    student_logits: torch.Tensor,
+    teacher_topk_logprobs: torch.Tensor,
+    teacher_topk_indices: torch.Tensor,
+    tp_size: int,
+    tp_rank: int,
+    tp_group: dist.ProcessGroup | None,
+    add_ghost_token: bool = False,
+) -> torch.Tensor:
+    """Return this TP rank's share of the KL divergence on the teacher's support.
+
+    Collective over TP: every rank must call.
+
+    Args:
+        student_logits: ``(S, B, V / tp)``; never written to.
+        teacher_topk_logprobs: ``(S, B, K)``; -1000.0 masks an entry.
+        teacher_topk_indices: ``(S, B, K)`` global vocabulary ids.
+        tp_size: Size of the tensor parallel group.
+        tp_rank: Rank in the tensor parallel group.
+        tp_group: The tensor parallel group; unused when *tp_size* is 1.
+        add_ghost_token: Count the mass outside the K entries as one more entry.
+
+    Returns:
+        ``(B, S)`` fp32, unreduced; summed over TP it is the divergence.
+    """
+    share = sparse_kl_share(
+        student_logits,
+        teacher_topk_logprobs,
+        teacher_topk_indices,
+        with_tail=add_ghost_token,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        tp_group=tp_group,
+    )
+    return share.transpose(0, 1).contiguous()
+
+
+class TeacherTarDataset(IterableDataset[TeacherIteration]):
+    """A cache as a dataset of training iterations, for tools and tests.
+
+    Yields ``(iteration, values, indices)`` with one ``(S / cp, mbs, K)`` pair per microbatch, and
+    ends where the cache ends.
+    """
+
+    def __init__(self, options: StreamOptions, layout: LoadLayout, start_iteration: int) -> None:
+        self._options = options
+        self._layout = layout
+        self._start_iteration = start_iteration
+
+    def __iter__(self) -> Iterator[TeacherIteration]:
+        gbs = self._layout.gbs
+        reader = self._options.reader(self._layout)
+        first_sample = self._start_iteration * gbs
+        for item in reader.iterations(first_sample):
+            if isinstance(item, IterationFailure):
+                if isinstance(item.error, TeacherDataExhaustedError) and item.start > first_sample:
+                    return
+                raise item.error
+            rows: tuple[TeacherRows, ...] = item.microbatches
+            yield item.start // gbs, [row.values for row in rows], [row.indices for row in rows]
+
+
+def make_teacher_tar_dataset(
+    logprobs_dir: str,
+    cp_rank: int,
+    cp_size: int,
+    dp_rank: int,
+    dp_size: int,
+    *,
+    start_iteration: int = 0,
+    decode_threads: int = 1,
+    decode_lookahead: int | None = None,
+    msc_prefetch_depth: int = 2,
+    ignore_hash: bool = False,
+) -> TeacherTarDataset:
+    """Open a cache for one load rank; batch sizes are those of the global arguments.
+
+    Returns:
+        A dataset of ``(iteration, values, indices)``; see :class:`TeacherTarDataset`.
+    """
+    # Code written against NVIDIA's package replaces this module's get_args to set batch sizes.
+    args = get_args()
+    options = StreamOptions(
+        logprobs_dir=logprobs_dir,
+        expected_identifiers=None if ignore_hash else arguments.run_identifiers(args),
+        decode_threads=decode_threads,
+        decode_lookahead=decode_lookahead,
+        msc_prefetch_depth=msc_prefetch_depth,
+    )
+    layout = LoadLayout(
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        mbs=args.micro_batch_size,
+        gbs=args.global_batch_size,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+    )
+    return TeacherTarDataset(options, layout, start_iteration)

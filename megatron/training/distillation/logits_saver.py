@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Teacher side: record the top-K log-probabilities of every training token.
+
+The trainer builds one :class:`LogitsSaverHooks` on every rank and attaches it to the rank's last
+model chunk. On the last pipeline stage a hook on the output layer reduces each microbatch's logits
+to its top-K entries; when an iteration is complete its entries are packed and compressed in a
+background thread. ``save_checkpoint`` takes what has been collected and queues its write behind the
+checkpoint's own, so a checkpoint is confirmed only when its logits are on disk.
+"""
+
+import logging
+
+import torch
+
+from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.training.distillation import arguments, parallel, storage
+from megatron.training.distillation.continuation import check_continues
+from megatron.training.distillation.errors import CacheIdentityError
+from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
+from megatron.training.distillation.shard_writer import IterationBuffer, write_batched_tar
+from megatron.training.distillation.teacher_topk import TeacherTopK, apply_top_p, teacher_topk
+from megatron.training.distillation.utils import (
+    INDEX_SENTINEL,
+    LOGPROB_SENTINEL,
+    SaverSettings,
+    ShardMeta,
+    ShardName,
+)
+
+logger = logging.getLogger(__name__)
+
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+# checkpointing.py asks for the saver by function call, so one reference has to live here.
+_active_saver: "LogitsSaverHooks | None" = None
+
+
+def get_logits_saver() -> "LogitsSaverHooks | None":
+    """Return this process's saver, or None if the run records nothing."""
+    return _active_saver
+
+
+class LogitsSaverHooks:
+    """Records a model's top-K log-probabilities and hands them to the checkpoint queue.
+
+    Every rank constructs one, so that every rank queues the same number of asynchronous requests;
+    a pipeline stage without an output layer stays idle and queues empty ones.
+
+    Args:
+        save_dir: Directory of the cache, a local path or ``msc://`` URL.
+        k: Entries per token.
+        p: Keep of the top K only the smallest leading set whose mass reaches *p*; None for all.
+        min_k: Entries kept whatever *p* says.
+        save_dtype: ``fp16``, ``bf16`` or ``fp32``.
+
+    Raises:
+        ValueError: An argument is out of its range.
+        CacheIdentityError: *save_dir* holds shards of another dump, or cannot be used.
+    """
+
+    def __init__(
+        self,
+        save_dir: str,
+        k: int,
+        *,
+        p: float | None = None,
+        min_k: int = 1,
+        save_dtype: str = "fp16",
+    ) -> None:
+        if k < 1:
+            raise ValueError(f"k is {k}: expected at least 1 entry per token.")
+        if p is not None and not 0.0 < p <= 1.0:
+            raise ValueError(f"p is {p}: expected a probability mass in (0, 1], or None.")
+        if min_k < 1:
+            raise ValueError(f"min_k is {min_k}: expected at least 1.")
+        if save_dtype not in TORCH_DTYPES:
+            raise ValueError(f"save_dtype is {save_dtype!r}: expected one of {list(TORCH_DTYPES)}.")
+        self.save_dir = save_dir
+        self.k = k
+        self.p = p
+        self.min_k = min_k
+        self._save_dtype = TORCH_DTYPES[save_dtype]
+        self._settings = arguments.RunSettings.from_global_args()
+        self._layout = parallel.ParallelLayout.from_parallel_state()
+        meta = ShardMeta.for_run(
+            self._settings.identifiers,
+            SaverSettings(
+                k=k,
+                p=p,
+                min_k=min_k,
+                save_dtype=save_dtype,
+                mbs_save=self._settings.micro_batch_size,
+                dp_size_save=self._layout.dp_size,
+                gbs_save=self._settings.global_batch_size,
+            ),
+        )
+        self._meta_bytes = meta.to_bytes()
+
+        self._tap: OutputLayerTap | None = None
+        self._loss_override: LossOverride | None = None
+        self._buffer = IterationBuffer()
+        self._iteration_start: int | None = None
+        self._microbatches: list[TeacherTopK | None] = []
+        self._kept_counts: list[torch.Tensor] = []
+
+        self._open_directory(meta)
+        global _active_saver
+        _active_saver = self
+
+    def _open_directory(self, meta: ShardMeta) -> None:
+        """Make the directory and refuse one that holds another dump.
+
+        Collective over the pipeline stage: one rank looks, all raise.
+        """
+        code, detail = 0, ""
+        if self._layout.speaks_for_stage:
+            try:
+                storage.makedirs(self.save_dir)
+                check_continues(self.save_dir, meta)
+            except (CacheIdentityError, *storage.ERRORS) as error:
+                code, detail = 1, str(error)
+        code, details = parallel.worst_over_stage(code, detail, self._layout)
+        if code:
+            raise CacheIdentityError(f"The dump cannot start in {self.save_dir}: {details}")
+
+    def attach_hooks(self, model: torch.nn.Module) -> None:
+        """Hook the model's output layer; a model chunk without one is left alone.
+
+        If no parameter of the model wants a gradient (``--freeze-all-layers``), its language model
+        loss is replaced by zeros: nothing would come of computing it.
+        """
+        if getattr(model, "output_layer", None) is None:
+            return
+        self._tap = OutputLayerTap(model, self._settings.mtp_num_layers, self._on_logits)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            self._loss_override = LossOverride(model, _zero_loss)
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the model and give it its own loss back."""
+        if self._tap is not None:
+            self._tap.remove()
+            self._tap = None
+        if self._loss_override is not None:
+            self._loss_override.remove()
+            self._loss_override = None
+
+    # ------------------------------------------------------------------------------------------
+    #  Collecting
+    # ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _on_logits(self, logits: torch.Tensor) -> None:
+        """Reduce one microbatch; close the iteration with its last. Collective over TP.
+
+        Closing an iteration is also collective over CP, and with top-P over the pipeline stage.
+        """
+        position = arguments.current_position()
+        if self._iteration_start != position.start_sample:
+            self._iteration_start = position.start_sample
+            self._forget_iteration()
+        self._microbatches.append(self._reduce(logits))
+        if len(self._microbatches) == position.num_microbatches:
+            self._close_iteration(position)
+            # A replay of this step starts from an empty list and replaces the buffered iteration.
+            self._forget_iteration()
+
+    def _forget_iteration(self) -> None:
+        self._microbatches = []
+        self._kept_counts = []
+
+    def _reduce(self, logits: torch.Tensor) -> TeacherTopK | None:
+        """Return the entries of one microbatch on TP rank 0, None elsewhere. Collective over TP."""
+        layout = self._layout
+        entries = teacher_topk(
+            logits,
+            self.k,
+            vocab_size=self._settings.vocab_size,
+            tp_rank=layout.tp_rank,
+            tp_size=layout.tp_size,
+            tp_group=layout.tp_group,
+            tp_dst_rank=layout.tp_source,
+        )
+        if entries is None or self.p is None:
+            return entries
+        entries, kept = apply_top_p(entries, self.p, self.min_k)
+        self._kept_counts.append(kept)
+        return entries
+
+    def _close_iteration(self, position: arguments.TrainingPosition) -> None:
+        """Buffer a complete iteration. Collective over CP, and with top-P over the stage."""
+        if self._layout.tp_rank == 0:
+            self._buffer_iteration(position.start_sample)
+        if self.p is not None:
+            kept = sum((float(count.sum()) for count in self._kept_counts), 0.0)
+            tokens = float(sum(count.numel() for count in self._kept_counts))
+            kept, tokens = parallel.sum_over_stage([kept, tokens], self._layout)
+            # The trainer's own curves count iterations from 1.
+            arguments.log_scalar("avg-logprobs-kept", kept / tokens, position.iteration + 1)
+
+    def _buffer_iteration(self, start_sample: int) -> None:
+        """Merge the microbatches and hand them to the buffer. Collective over CP."""
+        entries = [entry for entry in self._microbatches if entry is not None]
+        # Ranks may keep different numbers of entries under top-P; a collective needs one shape.
+        width = self.k if self._layout.cp_size > 1 else max(e.logprobs.size(-1) for e in entries)
+        values = torch.cat(
+            [_widen(e.logprobs, width, LOGPROB_SENTINEL) for e in entries], dim=1
+        ).to(self._save_dtype)
+        indices = torch.cat(
+            [_widen(e.indices.to(torch.int32), width, INDEX_SENTINEL) for e in entries], dim=1
+        )
+        tail = torch.cat([e.tail_logprob for e in entries], dim=1)
+        whole = [parallel.gather_sequence(part, self._layout) for part in (values, indices, tail)]
+        if self._layout.cp_rank != 0:
+            return
+        all_values, all_indices, all_tail = (part.cpu() for part in whole if part is not None)
+        kept_width = int((all_values != LOGPROB_SENTINEL).any(dim=(0, 1)).sum())
+        self._buffer.add(
+            start_sample,
+            start_sample + self._settings.global_batch_size,
+            all_values[..., :kept_width].contiguous(),
+            all_indices[..., :kept_width].contiguous(),
+            all_tail,
+        )
+
+    # ------------------------------------------------------------------------------------------
+    #  Handing over
+    # ------------------------------------------------------------------------------------------
+
+    _write_batched_tar = staticmethod(write_batched_tar)
+
+    def take_pending_data(self) -> tuple[str, bytes, list[tuple[str, bytes]], bool]:
+        """Hand over what has been collected since the last call.
+
+        Returns:
+            The arguments of ``_write_batched_tar``: shard path, metadata member, payload members
+            ``(name, compressed bytes)`` in ascending order, and whether the worker must enable the
+            multi-storage client. The path is empty where this rank has nothing to write.
+        """
+        iterations = self._buffer.take()
+        msc_enabled = MultiStorageClientFeature.is_enabled()
+        if not iterations:
+            return "", self._meta_bytes, [], msc_enabled
+        name = ShardName(self._layout.dp_rank, iterations[0].start, iterations[-1].end)
+        members = [(iteration.member_name, iteration.payload) for iteration in iterations]
+        path = storage.join(self.save_dir, str(name))
+        return path, self._meta_bytes, members, msc_enabled
+
+
+def _widen(entries: torch.Tensor, width: int, sentinel: float) -> torch.Tensor:
+    """Pad the last dimension of *entries* to *width* with *sentinel*."""
+    missing = width - entries.size(-1)
+    if missing == 0:
+        return entries
+    return torch.nn.functional.pad(entries, (0, missing), value=sentinel)
+
+
+def _zero_loss(original: object, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Return zero losses ``(B, S)`` that stay connected to *logits*.
+
+    An earlier pipeline stage waits for a gradient of its output also when all weights are frozen.
+    The sum over an empty slice is zero whatever the logits are, and so is its gradient.
+    """
+    return logits[..., :0].sum(dim=-1, dtype=torch.float32).transpose(0, 1).contiguous()

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams one rank's teacher targets through a DataLoader, ahead of training.
+
+Nothing here communicates between ranks: :class:`TargetStream` answers what this rank can read, and
+its caller lets the ranks agree on what to do about a failure.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from megatron.training.distillation import storage
+from megatron.training.distillation.errors import TeacherDataError
+from megatron.training.distillation.shard_reader import TeacherRowReader
+from megatron.training.distillation.targets import (
+    IterationFailure,
+    IterationTargets,
+    LoadLayout,
+)
+
+logger = logging.getLogger(__name__)
+
+PREFETCHED_ITERATIONS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamOptions:
+    """How to read a cache.
+
+    Attributes:
+        logprobs_dir: Directory of the cache, a local path or ``msc://`` URL.
+        expected_identifiers: Identity the shards must have, or None to accept any.
+        decode_threads: Threads that decode payloads ahead.
+        decode_lookahead: Iterations decoded ahead; None chooses by the number of threads.
+        msc_prefetch_depth: Whole shards fetched ahead from an object store.
+    """
+
+    logprobs_dir: str
+    expected_identifiers: Mapping[str, Any] | None
+    decode_threads: int
+    decode_lookahead: int | None
+    msc_prefetch_depth: int
+
+    def reader(self, layout: LoadLayout) -> TeacherRowReader:
+        """Open the cache for one load rank."""
+        return TeacherRowReader(
+            self.logprobs_dir,
+            layout,
+            expected_identifiers=self.expected_identifiers,
+            decode_threads=self.decode_threads,
+            decode_lookahead=self.decode_lookahead,
+            msc_prefetch_depth=self.msc_prefetch_depth,
+        )
+
+
+class _IterationDataset(IterableDataset[IterationTargets | IterationFailure]):
+    """The reader's iterations from one sample on, as a dataset of whole iterations."""
+
+    def __init__(self, options: StreamOptions, layout: LoadLayout, start_sample: int) -> None:
+        self._options = options
+        self._layout = layout
+        self._start_sample = start_sample
+
+    def __iter__(self) -> Iterator[IterationTargets | IterationFailure]:
+        yield from self._options.reader(self._layout).iterations(self._start_sample)
+
+
+class TargetStream:
+    """Serves the targets of one load rank by the first sample of an iteration.
+
+    Args:
+        options: How to read the cache.
+        layout: Which rows this rank needs.
+    """
+
+    def __init__(self, options: StreamOptions, layout: LoadLayout) -> None:
+        self._options = options
+        self._layout = layout
+        self._items: Iterator[IterationTargets | IterationFailure] | None = None
+        self._next_start = 0
+
+    def iteration(self, start_sample: int) -> IterationTargets | IterationFailure:
+        """Return the targets of the iteration that starts at *start_sample*, or why there are none.
+
+        Data behind *start_sample* (training skipped iterations) is passed over with a warning. A
+        step back, or one to a sample between the stream's iterations, reopens the cache there.
+        """
+        distance = start_sample - self._next_start
+        if self._items is None or distance < 0 or distance % self._layout.gbs:
+            self._open(start_sample)
+        if self._next_start < start_sample:
+            logger.warning(
+                "Teacher data of samples %d to %d is behind training, which is at sample %d; "
+                "it is skipped.",
+                self._next_start,
+                start_sample - 1,
+                start_sample,
+            )
+        while True:
+            item = self._next_item(start_sample)
+            self._next_start = item.start + self._layout.gbs
+            if item.start == start_sample:
+                return item
+            assert item.start < start_sample, (item.start, start_sample)
+
+    def _next_item(self, start_sample: int) -> IterationTargets | IterationFailure:
+        assert self._items is not None
+        try:
+            item = next(self._items, None)
+            if item is None:
+                # The stream ended at an earlier step; look again, a teacher may have written more.
+                self._open(start_sample)
+                item = next(self._items)
+        except RuntimeError as error:
+            # The DataLoader reports a worker that was killed, or died of a bug, as RuntimeError.
+            self._items = None
+            failure = TeacherDataError(
+                f"The loader process of {self._options.logprobs_dir} died at the batch that starts "
+                f"at sample {start_sample}: {error}"
+            )
+            return IterationFailure(start=start_sample, error=failure, fatal=False)
+        return item
+
+    def _open(self, start_sample: int) -> None:
+        # Rows come as one ordered stream, so there is one worker; it decodes in threads of its own.
+        # An object store's client holds threads and sockets that do not survive a fork.
+        remote = storage.is_remote(self._options.logprobs_dir)
+        worker: dict[str, Any] = {} if remote else {"prefetch_factor": PREFETCHED_ITERATIONS}
+        loader = DataLoader(
+            _IterationDataset(self._options, self._layout, start_sample),
+            batch_size=None,
+            num_workers=0 if remote else 1,
+            pin_memory=torch.cuda.is_available(),
+            **worker,
+        )
+        self._items = iter(loader)
+        self._next_start = start_sample

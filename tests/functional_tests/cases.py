@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dumps and students of the functional tests; each runs once, when a test first asks for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tests.functional_tests.corpus import write_corpus
+from tests.functional_tests.harness import (
+    MODEL,
+    NO_EVALUATION,
+    OPTIMIZER,
+    RUN,
+    JobResult,
+    JobRunner,
+    batch,
+)
+from tests.functional_tests.oracle import DumpOracle, DumpSettings
+from tests.functional_tests.recorders import Record, load_records
+
+SAMPLES = 32
+DUMP_GLOBAL_BATCH = 4
+DUMP_ITERATIONS = SAMPLES // DUMP_GLOBAL_BATCH
+FLUSH_INTERVAL = 4
+ASYNC_SAVE = ["--async-save", "--use-persistent-ckpt-worker"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dump:
+    """A teacher run over SAMPLES samples."""
+
+    settings: DumpSettings
+    ranks: int = 1
+    flags: str = ""
+    micro_batch: int = 1
+    crosscheck: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Student:
+    """A student run over the samples of a dump."""
+
+    dump: str
+    ranks: int = 1
+    flags: str = ""
+    micro_batch: int = 1
+    global_batch: int = DUMP_GLOBAL_BATCH
+    alpha: float = 1.0
+
+    @property
+    def batch(self) -> list[str]:
+        """Return the flags of its batch schedule."""
+        return batch(self.micro_batch, self.global_batch, SAMPLES // self.global_batch)
+
+
+DUMPS = {
+    "tp1": Dump(settings=DumpSettings(k=12)),
+    "tp2": Dump(
+        settings=DumpSettings(k=40, p=0.8, min_k=2, dtype="bf16"),
+        ranks=2,
+        flags="--tensor-model-parallel-size 2 --use-distributed-optimizer",
+    ),
+    "pp2": Dump(
+        settings=DumpSettings(k=95, dtype="fp32"),
+        ranks=2,
+        flags="--pipeline-model-parallel-size 2 --use-distributed-optimizer",
+    ),
+    "dp2": Dump(settings=DumpSettings(k=60, p=0.9), ranks=2),
+    "vpp": Dump(
+        settings=DumpSettings(k=1),
+        ranks=2,
+        flags="--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --bf16",
+        micro_batch=2,
+    ),
+    "mtp": Dump(
+        settings=DumpSettings(k=12, p=0.95, dtype="fp32"),
+        flags="--mtp-num-layers 1 --dist-ckpt-strictness log_all",
+        micro_batch=2,
+        crosscheck=True,
+    ),
+}
+
+STUDENTS = {
+    "as dumped": Student(
+        dump="tp1", alpha=0.5, flags="--eval-interval 4 --eval-iters 1 --save-interval 3"
+    ),
+    "DP2": Student(dump="tp1", ranks=2, alpha=0.5),
+    "MBS2": Student(dump="tp1", micro_batch=2, alpha=0.5),
+    "TP2": Student(dump="tp1", ranks=2, flags="--tensor-model-parallel-size 2", alpha=0.5),
+    "DP2 MBS2 GBS8": Student(dump="tp1", ranks=2, micro_batch=2, global_batch=8),
+    "GBS2": Student(dump="tp1", global_batch=2, alpha=0.0),
+    "tp2 DP2 MBS2": Student(dump="tp2", ranks=2, micro_batch=2),
+    "pp2 TP2 MBS4": Student(
+        dump="pp2", ranks=2, micro_batch=4, flags="--tensor-model-parallel-size 2"
+    ),
+    "dp2 MBS4 GBS8": Student(dump="dp2", micro_batch=4, global_batch=8),
+    "dp2 PP2 MBS2": Student(
+        dump="dp2", ranks=2, micro_batch=2, flags="--pipeline-model-parallel-size 2", alpha=0.25
+    ),
+    "vpp DP2 GBS2": Student(dump="vpp", ranks=2, global_batch=2),
+    "mtp MTP1 MBS1 GBS8": Student(dump="mtp", flags="--mtp-num-layers 1", global_batch=8),
+}
+SAME_LOSS = ["as dumped", "DP2", "MBS2", "TP2"]
+"""Students of one dump, global batch and alpha, which differ in MBS, DP and TP only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpRun:
+    """A finished dump."""
+
+    job: JobResult
+    cache: Path
+    save: Path
+    record: Path
+    oracle: DumpOracle = field(repr=False)
+    tensorboard: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentRun:
+    """A finished student."""
+
+    job: JobResult
+    save: Path
+    records: list[Record] = field(repr=False)
+
+
+class Workshop:
+    """Makes what tests share, once each, and keeps it for the session."""
+
+    def __init__(self, jobs: JobRunner) -> None:
+        self.jobs = jobs
+        self.directory = jobs.directory
+        self._made: dict[Any, Any] = {}
+
+    @cached_property
+    def corpus(self) -> Path:
+        """Prefix of the data set."""
+        return write_corpus(self.directory / "corpus")
+
+    @property
+    def common(self) -> list[str]:
+        """Flags of every run."""
+        return [*MODEL, *OPTIMIZER, *RUN, "--data-path", str(self.corpus)]
+
+    @property
+    def teacher(self) -> Path:
+        """Checkpoint directory of a teacher trained for a few iterations at TP 1."""
+        return self._once("teacher", self._make_teacher)
+
+    def dump_arguments(self, case: Dump, cache: Path, save: Path) -> list[str]:
+        """Return the command line of a dump, which resumes from *save* if something is there."""
+        arguments = [*self.common, *NO_EVALUATION, *case.flags.split()]
+        arguments += batch(case.micro_batch, DUMP_GLOBAL_BATCH, DUMP_ITERATIONS)
+        arguments += ["--pretrained-checkpoint", str(self.teacher), "--load", str(save)]
+        arguments += ["--save", str(save), "--save-interval", str(FLUSH_INTERVAL), *ASYNC_SAVE]
+        arguments += ["--freeze-all-layers", "--logits-save-dir", str(cache)]
+        settings = case.settings
+        arguments += ["--logits-save-top-k", str(settings.k), "--logits-save-dtype", settings.dtype]
+        if settings.p is not None:
+            arguments += ["--logits-save-top-p", str(settings.p)]
+            arguments += ["--logits-save-top-p-min-k", str(settings.min_k)]
+        return arguments
+
+    def dump(self, name: str) -> DumpRun:
+        """Return the dump *name* of DUMPS."""
+        return self._once(("dump", name), lambda: self._make_dump(name))
+
+    def student(self, name: str) -> StudentRun:
+        """Return the student *name* of STUDENTS."""
+        return self._once(("student", name), lambda: self._make_student(name))
+
+    def student_arguments(self, case: Student, cache: Path) -> list[str]:
+        """Return the command line of a student of *cache*."""
+        arguments = [*self.common, *NO_EVALUATION, *case.batch, *case.flags.split()]
+        arguments += ["--logits-load-dir", str(cache)]
+        return [*arguments, "--logits-load-kd-loss-alpha", str(case.alpha)]
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Make *key* at its first use; a failure is told again at every use."""
+        if key not in self._made:
+            try:
+                self._made[key] = make()
+            except AssertionError as error:
+                self._made[key] = error
+        if isinstance(self._made[key], AssertionError):
+            raise self._made[key]
+        return self._made[key]
+
+    def _make_teacher(self) -> Path:
+        save = self.directory / "teacher"
+        arguments = [*self.common, *NO_EVALUATION, *batch(8, 8, 40)]
+        self.jobs.run("teacher", [*arguments, "--save", str(save), "--save-interval", "40"])
+        return save
+
+    def _make_dump(self, name: str) -> DumpRun:
+        case = DUMPS[name]
+        place = self.directory / f"dump-{name}"
+        cache, save, record = place / "cache", place / "save", place / "record"
+        arguments = self.dump_arguments(case, cache, save)
+        job = self.jobs.run(
+            f"dump-{name}",
+            [*arguments, "--tensorboard-dir", str(place / "tensorboard")],
+            ranks=case.ranks,
+            record=record,
+            crosscheck=case.crosscheck,
+        )
+        return DumpRun(
+            job=job,
+            cache=cache,
+            save=save,
+            record=record,
+            oracle=DumpOracle(record, case.settings),
+            tensorboard=place / "tensorboard",
+        )
+
+    def _make_student(self, name: str) -> StudentRun:
+        case = STUDENTS[name]
+        place = self.directory / ("student-" + name.replace(" ", "-"))
+        arguments = self.student_arguments(case, self.dump(case.dump).cache)
+        if "--save-interval" in arguments:
+            arguments += ["--save", str(place / "save"), *ASYNC_SAVE]
+        job = self.jobs.run(place.name, arguments, ranks=case.ranks, record=place / "record")
+        return StudentRun(job=job, save=place / "save", records=load_records(place / "record"))

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the real trainer under torchrun and reads what it printed.
+
+Jobs run one after another, each with a time limit, its output in a file. A job that does not end as
+expected raises AssertionError with the rank that failed first and the end of its output.
+"""
+
+import itertools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
+PRETRAIN_GPT = REPOSITORY_ROOT / "pretrain_gpt.py"
+RECORDING_SCRIPT = Path(__file__).resolve().parent / "pretrain_gpt_recorded.py"
+RECORD_DIR_VARIABLE = "KD_TEST_RECORD_DIR"
+CROSSCHECK_VARIABLE = "KD_TEST_CROSSCHECK"
+
+SEQ_LENGTH = 16
+REAL_VOCAB = 95
+PADDED_VOCAB = 128
+"""Megatron pads the vocabulary to a multiple of 64 x TP: the same for TP 1 and 2."""
+
+MODEL = shlex.split(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --position-embedding-type rope "
+    f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} "
+    "--attention-dropout 0 --hidden-dropout 0 "
+    f"--tokenizer-type NullTokenizer --vocab-size {REAL_VOCAB} --make-vocab-size-divisible-by 64"
+)
+OPTIMIZER = shlex.split("--lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --weight-decay 0.1")
+RUN = shlex.split("--distributed-backend gloo --log-interval 1 --num-workers 0 --split 80,20,0")
+NO_EVALUATION = shlex.split("--eval-iters 0 --eval-interval 1000")
+
+_RANK_LINE = re.compile(r"^\[default(\d+)\]:(.*)$", re.MULTILINE)
+_ITERATION_LINE = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
+_ENTRY = re.compile(r"([A-Za-z][\w\- ]*?): +([-+\d.naif]+(?:E[-+]\d+)?)\s*\|", re.IGNORECASE)
+_ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: +(\d+)", re.DOTALL)
+_TAIL_LINES = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """A job that has ended.
+
+    Attributes:
+        name: Name of the job, for messages.
+        returncode: Exit status of torchrun.
+        log: Everything the ranks printed; each line starts with ``[defaultRANK]:``.
+        seconds: Wall-clock time.
+    """
+
+    name: str
+    returncode: int
+    log: str = field(repr=False)
+    seconds: float
+
+    def of_rank(self, rank: int) -> str:
+        """Return what one rank printed."""
+        return "\n".join(
+            text for number, text in _RANK_LINE.findall(self.log) if int(number) == rank
+        )
+
+    def iterations(self) -> dict[int, dict[str, float]]:
+        """Return the numbers of every training log line by 1-based iteration.
+
+        Megatron logs the first iteration of a run without clearing its sums, so the second line
+        has the mean losses of two iterations; that is undone here.
+        """
+        found: dict[int, dict[str, float]] = {}
+        for number, entries in _ITERATION_LINE.findall(self.log):
+            found[int(number)] = {
+                name.strip(): float(value) for name, value in _ENTRY.findall(entries + "|")
+            }
+        for first, second in itertools.pairwise(list(found.values())[:2]):
+            for name in first.keys() & second.keys():
+                if name.endswith("loss"):
+                    second[name] = 2 * second[name] - first[name]
+        return found
+
+    def series(self, name: str) -> list[float]:
+        """Return one logged number over the iterations; all of them must have it."""
+        return [entries[name] for _, entries in sorted(self.iterations().items())]
+
+    @property
+    def first_failed_rank(self) -> int | None:
+        """Return the rank that torchrun holds responsible."""
+        match = _ROOT_CAUSE.search(self.log)
+        return int(match.group(1)) if match else None
+
+    def tail(self) -> str:
+        """Return the end of the output of the rank that failed first, or of all ranks."""
+        rank = self.first_failed_rank
+        text = self.log if rank is None else self.of_rank(rank)
+        return "\n".join(text.splitlines()[-_TAIL_LINES:])
+
+
+class JobRunner:
+    """Runs jobs in a directory of their own and remembers how long they took."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.finished: list[JobResult] = []
+
+    def run(
+        self,
+        name: str,
+        arguments: list[str],
+        *,
+        ranks: int = 1,
+        record: Path | None = None,
+        crosscheck: bool = False,
+        succeeds: bool = True,
+        timeout: float = 120.0,
+    ) -> JobResult:
+        """Run the trainer and wait for it.
+
+        Args:
+            name: Name of the job; names its output file.
+            arguments: The command line after the script.
+            ranks: Number of processes.
+            record: Where the recording script keeps logits or targets; None runs
+                ``pretrain_gpt.py`` itself.
+            crosscheck: Also record the logits that the model returns when asked for no loss.
+            succeeds: Whether the job must exit with 0; otherwise it must not.
+            timeout: Seconds after which the job has failed.
+
+        Raises:
+            AssertionError: The job hung, or ended otherwise than expected.
+        """
+        script = PRETRAIN_GPT if record is None else RECORDING_SCRIPT
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPOSITORY_ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        if record is not None:
+            record.mkdir(parents=True)
+            environment[RECORD_DIR_VARIABLE] = str(record)
+        if crosscheck:
+            environment[CROSSCHECK_VARIABLE] = "1"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--tee", "3"]
+        command += ["--log-dir", str(self.directory / "torchrun"), "--nproc-per-node", str(ranks)]
+        command += [str(script), *arguments]
+        output = self.directory / f"{name}.log"
+        began = time.monotonic()
+        with output.open("w") as stream:
+            stream.write(" ".join(command) + "\n")
+            stream.flush()
+            process = subprocess.Popen(
+                command,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                cwd=REPOSITORY_ROOT,
+                env=environment,
+                start_new_session=True,
+            )
+            try:
+                returncode = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                returncode = None
+            finally:
+                _end(process)
+        seconds = time.monotonic() - began
+        log = output.read_text(errors="replace")
+        if returncode is None:
+            tail = "\n".join(log.splitlines()[-_TAIL_LINES:])
+            raise AssertionError(f"{name} still ran after {timeout:.0f} s. {output}:\n{tail}")
+        result = JobResult(name=name, returncode=returncode, log=log, seconds=seconds)
+        self.finished.append(result)
+        if (returncode == 0) != succeeds:
+            expected = "succeed" if succeeds else "fail"
+            raise AssertionError(
+                f"{name} was expected to {expected}, but exited with {returncode}; first failed "
+                f"rank: {result.first_failed_rank}. {output}:\n{result.tail()}"
+            )
+        return result
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun and whatever it started; nothing happens if all has ended."""
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(5)
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(5)
+
+
+def batch(micro: int, global_: int, iterations: int) -> list[str]:
+    """Return the flags of a batch schedule."""
+    sizes = f"--micro-batch-size {micro} --global-batch-size {global_}"
+    return shlex.split(f"{sizes} --train-iters {iterations}")

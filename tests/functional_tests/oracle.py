@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a dump must have recorded, by brute force in float64 from the logits the model trained with.
+
+A sample is recognised by its labels, not by its position in a batch, so a row that went to the
+wrong sample is found whatever both sides believe about positions.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tests.functional_tests.harness import REAL_VOCAB
+from tests.functional_tests.recorders import Record, load_records
+
+MASKED = -1000.0
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# Rounding of the fp32 arithmetic behind a log-probability of ordinary size.
+ARITHMETIC = 2e-6
+# A probability mass this close to P may be on either side of it in fp32.
+NUCLEUS_DOUBT = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpSettings:
+    """What a dump was asked to keep of every token."""
+
+    k: int
+    dtype: str = "fp16"
+    p: float | None = None
+    min_k: int = 1
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """What a comparison has found equal so far."""
+
+    rows: int = 0
+    tokens: int = 0
+    entries: int = 0
+    tied: int = 0
+    value_error: float = 0.0
+    tail_error: float = 0.0
+    samples: set[bytes] = field(default_factory=set)
+
+
+def labels_key(labels: torch.Tensor) -> bytes:
+    """Return what tells one sample from the others."""
+    return labels.contiguous().numpy().tobytes()
+
+
+def whole_logits(records: Iterable[Record]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Join the vocabulary shards: ``labels (B, S)`` and ``logits (S, B, V)`` per microbatch."""
+    shards: dict[tuple[int, int, int], list[Record]] = {}
+    for record in records:
+        place = (record["start"], record["microbatch"], record["dp_rank"])
+        shards.setdefault(place, []).append(record)
+    whole = []
+    for _, group in sorted(shards.items()):
+        group = sorted(group, key=lambda record: record["tp_rank"])
+        assert [record["tp_rank"] for record in group] == list(range(len(group)))
+        assert all(torch.equal(record["labels"], group[0]["labels"]) for record in group)
+        logits = torch.cat([record["logits"] for record in group], dim=-1)
+        whole.append((group[0]["labels"], logits))
+    return whole
+
+
+class DumpOracle:
+    """The log-probabilities of every sample of a dump.
+
+    Args:
+        record_dir: Where the dump's recorder wrote.
+        settings: What the dump was asked to keep.
+    """
+
+    def __init__(self, record_dir: Path, settings: DumpSettings) -> None:
+        self.settings = settings
+        self._logprobs: dict[bytes, torch.Tensor] = {}
+        self._logits: dict[bytes, torch.Tensor] = {}
+        for labels, logits in whole_logits(load_records(record_dir)):
+            assert logits.size(-1) > REAL_VOCAB, "the vocabulary was meant to be padded"
+            real = logits[..., :REAL_VOCAB].double()
+            for column, sample in enumerate(labels):
+                key = labels_key(sample)
+                assert key not in self._logits, "two samples of the data set are alike"
+                self._logits[key] = real[:, column]
+                self._logprobs[key] = torch.log_softmax(real[:, column], dim=-1)
+
+    @property
+    def samples(self) -> set[bytes]:
+        """Return the keys of all recorded samples."""
+        return set(self._logits)
+
+    def mean_kept(self, keys: Sequence[bytes]) -> float:
+        """Return the average number of entries that top-P keeps per token of these samples."""
+        counts = [
+            self._kept_count(falling, 0.0)
+            for key in keys
+            for falling in self._logprobs[key].sort(descending=True).values
+        ]
+        return sum(counts) / len(counts)
+
+    def check_row(
+        self,
+        labels: torch.Tensor,
+        values: torch.Tensor,
+        indices: torch.Tensor,
+        tail: torch.Tensor | None,
+        found: Comparison,
+    ) -> None:
+        """Compare the targets ``(S, K)``, ``(S, K)``, ``(S,)`` of the sample with these labels.
+
+        Raises:
+            AssertionError: Something differs by more than its rounding.
+        """
+        key = labels_key(labels)
+        assert key in self._logits, "a sample that the dump never saw"
+        assert values.dtype == DTYPES[self.settings.dtype]
+        assert tail is not None
+        assert tail.dtype == torch.float32
+        logits, logprobs = self._logits[key], self._logprobs[key]
+        assert values.size(0) == logits.size(0)
+        found.samples.add(key)
+        found.rows += 1
+        for token in range(logits.size(0)):
+            self._check_token(
+                logits[token], logprobs[token], values[token], indices[token], tail[token], found
+            )
+
+    def _check_token(
+        self,
+        logits: torch.Tensor,
+        logprobs: torch.Tensor,
+        values: torch.Tensor,
+        indices: torch.Tensor,
+        tail: torch.Tensor,
+        found: Comparison,
+    ) -> None:
+        order = sorted(range(len(logits)), key=lambda entry: -logits[entry].item())
+        kept = values != MASKED
+        count = int(kept.sum())
+        assert kept[:count].all(), f"masked entries in between: {values}"
+        doubts = (-NUCLEUS_DOUBT, 0.0, NUCLEUS_DOUBT)
+        allowed = {self._kept_count(logprobs[order], doubt) for doubt in doubts}
+        assert count in allowed, f"{count} entries kept, expected {allowed}"
+
+        ids = indices[:count].tolist()
+        assert len(set(ids)) == count, f"an id twice in {ids}"
+        assert all(0 <= number < REAL_VOCAB for number in ids), f"an id of the padding in {ids}"
+        for place, number in enumerate(ids):
+            if number != order[place]:
+                # Which of several equal logits comes first is not defined.
+                assert logits[number] == logits[order[place]], (
+                    f"id {number} at place {place}, expected {order[place]}"
+                )
+                found.tied += 1
+
+        stored, exact = values[:count].double(), logprobs[ids]
+        rounding = torch.finfo(values.dtype)
+        allowed_error = exact.abs() * rounding.eps / 2 + rounding.smallest_normal * rounding.eps
+        error = (stored - exact).abs() - allowed_error
+        found.value_error = max(found.value_error, float(error.max()))
+        assert (error <= ARITHMETIC).all(), f"{stored} differs from {exact} by more than rounding"
+
+        outside = logprobs[[number for number in range(len(logits)) if number not in set(ids)]]
+        expected_tail = float(torch.logsumexp(outside, 0)) if len(outside) else -math.inf
+        if expected_tail == -math.inf:
+            assert tail.item() == -math.inf
+        else:
+            tail_error = abs(tail.item() - expected_tail)
+            found.tail_error = max(found.tail_error, tail_error)
+            assert tail_error <= ARITHMETIC * max(1.0, -expected_tail)
+        found.tokens += 1
+        found.entries += count
+
+    def _kept_count(self, falling: torch.Tensor, doubt: float) -> int:
+        """Return how many of one token's falling log-probabilities are kept, at ``p + doubt``."""
+        settings = self.settings
+        if settings.p is None:
+            return settings.k
+        before = falling[: settings.k].exp().cumsum(0) - falling[: settings.k].exp()
+        return max(int((before < settings.p + doubt).sum()), settings.min_k)
+
+
+def check_targets(oracle: DumpOracle, records: Iterable[Record]) -> Comparison:
+    """Compare every row of targets that every rank of a student used."""
+    found = Comparison()
+    for record in records:
+        assert "values" in record, f"a step without targets at sample {record['start']}"
+        for row, labels in enumerate(record["labels"]):
+            oracle.check_row(
+                labels,
+                record["values"][:, row],
+                record["indices"][:, row],
+                record["tail"][:, row],
+                found,
+            )
+    return found
+
+
+def distillation_losses(records: Sequence[Record]) -> list[float]:
+    """Return the mean loss of every iteration, in float64 from a student's logits and targets."""
+    targets = {
+        (record["start"], record["microbatch"], record["dp_rank"]): record
+        for record in records
+        if record["tp_rank"] == 0
+    }
+    losses: dict[int, list[torch.Tensor]] = {}
+    for place, (_, logits) in zip(sorted(targets), whole_logits(records), strict=True):
+        record = targets[place]
+        student = torch.log_softmax(logits[..., :REAL_VOCAB].double(), dim=-1)
+        teacher = record["values"].double()
+        masked = teacher == MASKED
+        ids = record["indices"].long().masked_fill(masked, 0)
+        chosen = student.gather(-1, ids)
+        inside = (teacher.exp() * (teacher - chosen)).masked_fill(masked, 0.0).sum(-1)
+        outside = torch.ones_like(student)
+        outside.scatter_reduce_(-1, ids, masked.double(), "amin")
+        student_tail = student.masked_fill(outside == 0, -math.inf).logsumexp(-1)
+        teacher_tail = record["tail"].double()
+        rest = teacher_tail.exp() * (teacher_tail - student_tail)
+        rest = torch.where(teacher_tail == -math.inf, 0.0, rest)
+        losses.setdefault(place[0], []).append((inside + rest).flatten())
+    return [float(torch.cat(parts).mean()) for _, parts in sorted(losses.items())]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records, inside a job, what a model is trained with; changes nothing of it.
+
+Both recorders sit on ``compute_language_model_loss``, which the model calls with its labels and the
+logits of its loss: that is the distribution the model trains with, whatever hooks saw elsewhere.
+Each rank writes one file of records at exit; see :func:`load_records`.
+"""
+
+import atexit
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.training import get_args
+from megatron.training.distillation import cached_logits_loss
+from megatron.training.distillation.cached_logits_loss import StudentLogitsCapture
+from megatron.training.distillation.logits_saver import LogitsSaverHooks
+from tests.functional_tests.harness import CROSSCHECK_VARIABLE, RECORD_DIR_VARIABLE
+
+Record = dict[str, Any]
+
+
+def install_recorders() -> None:
+    """Wrap what attaches to the model, so that the recorders come outermost."""
+    records: list[Record] = []
+    after(LogitsSaverHooks, "attach_hooks", lambda model: _record_model(model, records))
+    after(StudentLogitsCapture, "attach_hooks", lambda model: _record_model(model, records))
+    _record_targets(records)
+    atexit.register(_write, records)
+
+
+def load_records(directory: Path) -> list[Record]:
+    """Return the records of all ranks of a job.
+
+    Each is one microbatch of one rank: ``start`` (first sample of the batch), ``microbatch``,
+    ``dp_rank``, ``tp_rank``, ``labels`` ``(B, S)``, ``logits`` ``(S, B, V / tp)`` and, if the step
+    had targets, ``values`` and ``indices`` ``(S, B, K)``, ``tail`` ``(S, B)`` or None.
+    """
+    files = sorted(directory.glob("rank*.pt"))
+    assert files, f"no rank wrote records to {directory}"
+    return [record for file in files for record in torch.load(file, weights_only=True)]
+
+
+def after(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Have *action* called after the method *name* of *owner*, with the same arguments."""
+    original = getattr(owner, name)
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        action(*args, **kwargs)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def _record_model(model: torch.nn.Module, records: list[Record]) -> None:
+    """Record the labels and logits of the last loss of every training forward pass.
+
+    Multi-token prediction heads compute their losses first; the last one is the model's own.
+    """
+    if getattr(model, "output_layer", None) is None:
+        return
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    inner_loss = model.compute_language_model_loss
+    forward = model.forward
+
+    def compute_language_model_loss(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        # The loss may overwrite the logits.
+        calls.append((labels.clone(), logits.detach().clone()))
+        return inner_loss(labels, logits)
+
+    def recording_forward(*args: Any, **kwargs: Any) -> Any:
+        calls.clear()
+        output = forward(*args, **kwargs)
+        if model.training and calls:
+            labels, logits = calls[-1]
+            record = _new_record(records)
+            record.update(labels=labels, logits=logits)
+            if os.environ.get(CROSSCHECK_VARIABLE):
+                record["returned_logits"] = _returned_logits(model, forward, args, kwargs)
+        return output
+
+    model.compute_language_model_loss = compute_language_model_loss
+    model.forward = recording_forward
+
+
+def _new_record(records: list[Record]) -> Record:
+    start = get_args().consumed_train_samples
+    same_batch = records and records[-1]["start"] == start
+    record = {
+        "start": start,
+        "microbatch": records[-1]["microbatch"] + 1 if same_batch else 0,
+        "dp_rank": parallel_state.get_data_parallel_rank(),
+        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+    }
+    records.append(record)
+    return record
+
+
+def _returned_logits(
+    model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Return the logits ``(S, B, V / tp)`` that the model gives when it is not asked for a loss."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = forward(*args, **{**kwargs, "labels": None})
+    finally:
+        model.train()
+    return logits.transpose(0, 1).contiguous()
+
+
+def _record_targets(records: list[Record]) -> None:
+    """Record what the loss is computed on, with the microbatch whose forward pass came last."""
+    sparse_kl = cached_logits_loss.sparse_kl
+
+    def recording_sparse_kl(
+        logits: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        assert "values" not in records[-1], "two losses for one forward pass"
+        tail = options.get("tail_logprob")
+        records[-1].update(
+            values=values.clone(),
+            indices=indices.clone(),
+            tail=None if tail is None else tail.clone(),
+        )
+        return sparse_kl(logits, values, indices, **options)
+
+    cached_logits_loss.sparse_kl = recording_sparse_kl
+
+
+def _write(records: list[Record]) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    torch.save(records, Path(os.environ[RECORD_DIR_VARIABLE]) / f"rank{rank}.pt")

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job says and does when its cache or its flags are wrong."""
+
+import re
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.functional_tests.cases import DUMP_ITERATIONS, Student, Workshop
+from tests.functional_tests.recorders import load_records
+
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
+
+DAMAGED_SHARD = "dp1__0-16.tar"
+DAMAGED_MEMBER = "8-12.pt.zst"
+LOST_SHARD = "dp0__16-32.tar"
+AS_DUMPED = Student(dump="dp2", ranks=2)
+
+
+@pytest.fixture(scope="module")
+def damaged_cache(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of two DP ranks in which one member of rank 1 has a flipped bit."""
+    cache = tmp_path_factory.mktemp("damaged") / "cache"
+    shutil.copytree(workshop.dump("dp2").cache, cache)
+    path = cache / DAMAGED_SHARD
+    with tarfile.open(path) as tar:
+        member = tar.getmember(DAMAGED_MEMBER)
+    content = bytearray(path.read_bytes())
+    content[member.offset_data + member.size // 2] ^= 0x10
+    path.write_bytes(content)
+    return cache
+
+
+def test_damaged_data_stops_the_student(workshop: Workshop, damaged_cache: Path) -> None:
+    arguments = workshop.student_arguments(AS_DUMPED, damaged_cache)
+    job = workshop.jobs.run("student-damaged", arguments, ranks=2, succeeds=False)
+    # The iterations before are trained, the damaged one is not.
+    assert sorted(job.iterations()) == [1, 2]
+    message = job.of_rank(1)
+    assert str(damaged_cache / DAMAGED_SHARD) in message
+    assert DAMAGED_MEMBER in message
+    assert "is damaged" in message
+    # The other rank stops as well, and says whose fault it is.
+    other = job.of_rank(0)
+    assert "Another rank" in other
+    assert "starts at sample 8" in other
+    assert str(damaged_cache / DAMAGED_SHARD) in other
+
+
+def test_ignored_errors_fall_back_together_and_recover(
+    workshop: Workshop, damaged_cache: Path, tmp_path: Path
+) -> None:
+    """One damaged member on rank 1, and a whole shard of rank 0 cut short in its last member."""
+    cache = tmp_path / "cache"
+    shutil.copytree(damaged_cache, cache)
+    cut = cache / LOST_SHARD
+    with tarfile.open(cut) as tar:
+        last = tar.getmember("28-32.pt.zst")
+    content = bytearray(cut.read_bytes())
+    content[last.offset_data : last.offset_data + last.size] = bytes(last.size)
+    cut.write_bytes(content)
+
+    arguments = workshop.student_arguments(AS_DUMPED, cache)
+    arguments += ["--logits-load-ignore-errors"]
+    record = tmp_path / "record"
+    job = workshop.jobs.run("student-ignores-errors", arguments, ranks=2, record=record)
+    without_targets = {
+        (entry["start"], entry["dp_rank"])
+        for entry in load_records(record)
+        if "values" not in entry
+    }
+    assert without_targets == {(8, 0), (8, 1), (28, 0), (28, 1)}
+    skipped = {3, 8}
+    iterations = job.iterations()
+    assert sorted(iterations) == list(range(1, DUMP_ITERATIONS + 1))
+    for number, entries in iterations.items():
+        # Megatron prints an entry that a step did not report as 0.
+        assert (entries["logits distillation loss"] == 0) == (number in skipped), number
+        trained_on = "lm loss" if number in skipped else "logits distillation loss"
+        assert entries["total loss"] == entries[trained_on] > 0
+    counts = re.findall(r"starts at sample (\d+).*?\((\d+) steps so far\)", job.of_rank(0))
+    assert counts == [("8", "1"), ("28", "2")]
+    assert str(cache / DAMAGED_SHARD) in job.log
+    assert str(cut) in job.log
+
+
+def test_cache_of_another_run_stops_the_student(workshop: Workshop) -> None:
+    cache = workshop.dump("dp2").cache
+    arguments = workshop.student_arguments(AS_DUMPED, cache)
+    # Errors are ignored, another run's data is not.
+    arguments += ["--seed", "4321", "--logits-load-ignore-errors"]
+    job = workshop.jobs.run("student-of-another-run", arguments, ranks=2, succeeds=False)
+    assert not job.iterations()
+    for part in ("CacheIdentityError", str(cache), "its seed is 1234, here it is 4321"):
+        assert part in job.log
+    assert "train_samples is" not in job.log
+
+
+def test_ignored_hash_accepts_the_cache_of_another_run(workshop: Workshop) -> None:
+    arguments = workshop.student_arguments(AS_DUMPED, workshop.dump("dp2").cache)
+    arguments += ["--seed", "4321", "--logits-load-ignore-hash", "--exit-interval", "2"]
+    job = workshop.jobs.run("student-ignores-hash", arguments, ranks=2)
+    assert len(job.series("logits distillation loss")) == 2
+
+
+def test_refused_flags_stop_a_dump_before_it_is_built(workshop: Workshop, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    arguments = [*workshop.common, "--micro-batch-size", "1", "--global-batch-size", "8"]
+    arguments += ["--train-samples", "32", "--rampup-batch-size", "4", "4", "16"]
+    arguments += ["--logits-save-dir", str(cache), "--logits-save-top-p", "1.5"]
+    job = workshop.jobs.run("dump-refused", arguments, succeeds=False)
+    for part in (
+        "ValueError: Logits distillation cannot run like this:",
+        "add --async-save, --use-persistent-ckpt-worker, --save DIR, --save-interval N",
+        "--logits-save-top-p is 1.5",
+        "--rampup-batch-size is not supported",
+    ):
+        assert part in job.log
+    assert not cache.exists()
+    assert "building" not in job.log
+
+
+def test_unreadable_cache_stops_a_student_before_it_is_built(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing"
+    arguments = workshop.student_arguments(AS_DUMPED, missing)
+    job = workshop.jobs.run("student-of-nothing", arguments, succeeds=False)
+    assert f"--logits-load-dir {missing} cannot be read" in job.log
+    assert "building" not in job.log

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dump leaves its teacher alone, can be repeated and resumed, never records random weights."""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.functional_tests.cases import (
+    ASYNC_SAVE,
+    DUMP_GLOBAL_BATCH,
+    DUMP_ITERATIONS,
+    DUMPS,
+    FLUSH_INTERVAL,
+    SAMPLES,
+    Workshop,
+)
+from tests.functional_tests.checkpoints import latest_iteration, load_weights
+from tests.functional_tests.harness import NO_EVALUATION, JobResult, batch
+from tests.functional_tests.oracle import labels_key
+from tests.functional_tests.recorders import load_records
+
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
+
+
+def read_cache(cache: Path) -> dict[tuple[str, str], bytes]:
+    """Return the content of every payload by DP rank and member name."""
+    payloads: dict[tuple[str, str], bytes] = {}
+    for path in sorted(cache.iterdir()):
+        with tarfile.open(path) as tar:
+            for member in tar.getmembers()[1:]:
+                stream = tar.extractfile(member)
+                assert stream is not None
+                place = path.name.partition("__")[0], member.name
+                assert place not in payloads
+                payloads[place] = stream.read()
+    return payloads
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_frozen_dump_leaves_the_weights_bit_identical(workshop: Workshop, name: str) -> None:
+    dump = workshop.dump(name)
+    teacher = load_weights(workshop.teacher, latest_iteration(workshop.teacher))
+    assert latest_iteration(dump.save) == DUMP_ITERATIONS
+    dumped = load_weights(dump.save, DUMP_ITERATIONS)
+    assert len(teacher) > 10
+    assert set(dumped) == set(teacher)
+    for key, weight in teacher.items():
+        expected = weight.bfloat16() if "--bf16" in DUMPS[name].flags else weight
+        assert dumped[key].dtype == expected.dtype
+        assert torch.equal(dumped[key], expected), f"{key} has changed"
+
+
+def test_unfrozen_run_changes_the_weights(workshop: Workshop) -> None:
+    """What the test above would see if nothing were frozen, here of a student."""
+    student = workshop.student("as dumped")
+    early, late = load_weights(student.save, 3), load_weights(student.save, 6)
+    assert not any(torch.equal(early[key], late[key]) for key in early)
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_shards_are_one_per_rank_and_flush(workshop: Workshop, name: str) -> None:
+    dump = workshop.dump(name)
+    data_parallel = 2 if name == "dp2" else 1
+    flush = FLUSH_INTERVAL * DUMP_GLOBAL_BATCH
+    assert sorted(path.name for path in dump.cache.iterdir()) == sorted(
+        f"dp{rank}__{start}-{start + flush}.tar"
+        for rank in range(data_parallel)
+        for start in range(0, SAMPLES, flush)
+    )
+    assert list(read_cache(dump.cache)) == [
+        (f"dp{rank}", f"{start}-{start + DUMP_GLOBAL_BATCH}.pt.zst")
+        for rank in range(data_parallel)
+        for flush_start in sorted(range(0, SAMPLES, flush), key=str)
+        for start in range(flush_start, flush_start + flush, DUMP_GLOBAL_BATCH)
+    ]
+
+
+def interrupted_dump(workshop: Workshop) -> tuple[Path, Path, JobResult, JobResult]:
+    """Dump like "tp1", stopped after half of the iterations and started again. Runs two jobs."""
+    place = workshop.directory / "interrupted"
+    arguments = workshop.dump_arguments(DUMPS["tp1"], place / "cache", place / "save")
+    half = ["--exit-interval", str(DUMP_ITERATIONS // 2)]
+    first = workshop.jobs.run("dump-first-half", [*arguments, *half])
+    second = workshop.jobs.run("dump-second-half", arguments, record=place / "record")
+    return place / "cache", place / "record", first, second
+
+
+def test_second_dump_resumes_at_its_sample_and_writes_the_same(workshop: Workshop) -> None:
+    cache, record, first, second = interrupted_dump(workshop)
+    half = DUMP_ITERATIONS // 2
+    assert sorted(first.iterations()) == list(range(1, half + 1))
+    assert sorted(second.iterations()) == list(range(half + 1, DUMP_ITERATIONS + 1))
+    starts = {entry["start"] for entry in load_records(record)}
+    assert starts == set(range(SAMPLES // 2, SAMPLES, DUMP_GLOBAL_BATCH))
+    assert read_cache(cache) == read_cache(workshop.dump("tp1").cache)
+
+
+def test_average_number_of_kept_entries_is_logged(workshop: Workshop) -> None:
+    dump = workshop.dump("dp2")
+    events = EventAccumulator(str(dump.tensorboard)).Reload()
+    logged = events.Scalars("avg-logprobs-kept")
+    assert len(logged) == DUMP_ITERATIONS
+    records = load_records(dump.record)
+    for index, scalar in enumerate(logged):
+        keys = [
+            labels_key(labels)
+            for record in records
+            if record["start"] == index * DUMP_GLOBAL_BATCH
+            for labels in record["labels"]
+        ]
+        assert len(keys) == DUMP_GLOBAL_BATCH
+        # An entry at the very edge of the nucleus may fall either way.
+        assert scalar.value == pytest.approx(dump.oracle.mean_kept(keys), abs=0.02)
+    lm_loss_steps = [scalar.step for scalar in events.Scalars("lm loss")]
+    assert [scalar.step for scalar in logged] == lm_loss_steps
+
+
+def test_nothing_is_logged_without_top_p(workshop: Workshop) -> None:
+    events = EventAccumulator(str(workshop.dump("tp1").tensorboard)).Reload()
+    assert "lm loss" in events.Tags()["scalars"]
+    assert "avg-logprobs-kept" not in events.Tags()["scalars"]
+
+
+def test_dump_without_its_checkpoint_stops(workshop: Workshop, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    arguments = [*workshop.common, *NO_EVALUATION, *batch(1, 4, 8), "--load", str(missing)]
+    arguments += ["--save", str(tmp_path / "save"), "--save-interval", "4", *ASYNC_SAVE]
+    arguments += ["--freeze-all-layers", "--logits-save-dir", str(tmp_path / "cache")]
+    job = workshop.jobs.run("dump-of-nothing", arguments, succeeds=False)
+    assert f"No checkpoint was found in --load {missing}" in job.log
+    assert "would record random weights" in job.log
+    assert not (tmp_path / "cache").exists()
+    assert not job.iterations()

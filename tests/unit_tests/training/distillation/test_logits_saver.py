@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The teacher's hooks: what they record of which forward passes, and what they hand over."""
+
+import json
+import math
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.distillation import logits_saver
+from megatron.training.distillation.logits_saver import LogitsSaverHooks, get_logits_saver
+from megatron.training.distillation.utils import decode_teacher_rows, identity_hash
+from tests.unit_tests.distributed import run_ranks
+from tests.unit_tests.training.distillation.cache_files import IDENTIFIERS
+from tests.unit_tests.training.distillation.run_stubs import (
+    SETTINGS,
+    GivenLogitsModel,
+    PlainPatch,
+    StubRun,
+    group_layout,
+)
+
+SEQ, PADDED, REAL = 4, 16, 13
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> StubRun:
+    monkeypatch.setattr(logits_saver, "_active_saver", None)
+    return StubRun().install(monkeypatch)
+
+
+def random_logits(seed: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (3 * torch.randn(SEQ, batch, PADDED, generator=generator)).to(dtype)
+
+
+def forward(model: torch.nn.Module, *microbatches: torch.Tensor) -> None:
+    for logits in microbatches:
+        model(logits, torch.zeros(logits.size(1), SEQ, dtype=torch.long))
+
+
+def pending(saver: LogitsSaverHooks) -> dict[str, Any]:
+    """Take the pending data and decode it: rows by member name."""
+    _, _, members, _ = saver.take_pending_data()
+    return {name: decode_teacher_rows(payload) for name, payload in members}
+
+
+def check_rows(rows: Any, logits: torch.Tensor, k: int) -> None:
+    """Compare fp32 rows with a dense float64 softmax over the real vocabulary."""
+    logprobs = torch.log_softmax(logits[..., :REAL].double(), -1)
+    values, indices = logprobs.sort(descending=True)
+    assert rows.values.shape == (SEQ, logits.size(1), k)
+    torch.testing.assert_close(rows.values.double(), values[..., :k], rtol=0, atol=2e-6)
+    assert torch.equal(rows.indices.long(), indices[..., :k])
+    tail = values[..., k:].logsumexp(-1)
+    torch.testing.assert_close(rows.tail_logprob.double(), tail, rtol=2e-6, atol=2e-6)
+
+
+# ---- what is recorded -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("mtp_num_layers", [0, 2])
+def test_iterations_are_recorded_in_order(
+    run: StubRun, tmp_path: Path, batch: int, mtp_num_layers: int
+) -> None:
+    run.settings = replace(
+        SETTINGS,
+        micro_batch_size=batch,
+        global_batch_size=2 * batch,
+        mtp_num_layers=mtp_num_layers,
+    )
+    saver = LogitsSaverHooks(str(tmp_path), 3, save_dtype="fp32")
+    model = GivenLogitsModel(mtp_num_layers)
+    saver.attach_hooks(model)
+    microbatches = [random_logits(seed, batch) for seed in range(4)]
+    originals = [logits.clone() for logits in microbatches]
+    forward(model, *microbatches[:2])
+    run.move_to(2 * batch)
+    forward(model, *microbatches[2:])
+    rows = pending(saver)
+    assert list(rows) == [f"0-{2 * batch}.pt.zst", f"{2 * batch}-{4 * batch}.pt.zst"]
+    first, second = rows.values()
+    check_rows(first, torch.cat(originals[:2], 1), 3)
+    check_rows(second, torch.cat(originals[2:], 1), 3)
+
+
+@pytest.mark.parametrize(
+    ("save_dtype", "expected"),
+    [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)],
+)
+@pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
+def test_values_are_rounded_to_the_save_dtype(
+    run: StubRun,
+    tmp_path: Path,
+    save_dtype: str,
+    expected: torch.dtype,
+    logits_dtype: torch.dtype,
+) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 13, save_dtype=save_dtype)
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    microbatches = [random_logits(seed, dtype=logits_dtype) for seed in range(2)]
+    whole = torch.cat(microbatches, 1).double()
+    forward(model, *microbatches)
+    (rows,) = pending(saver).values()
+    assert rows.values.dtype == expected
+    exact = torch.log_softmax(whole[..., :REAL], -1).gather(-1, rows.indices.long())
+    rounding = torch.finfo(expected).eps / 2
+    torch.testing.assert_close(rows.values.double(), exact, rtol=rounding, atol=2e-6)
+    assert rows.tail_logprob.dtype == torch.float32
+    assert (rows.tail_logprob == -math.inf).all()
+
+
+def test_evaluation_is_not_recorded(run: StubRun, tmp_path: Path) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 3, save_dtype="fp32")
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    logits = [random_logits(seed) for seed in range(2)]
+    copies = [part.clone() for part in logits]
+    forward(model, logits[0])
+    model.eval()
+    forward(model, random_logits(9))
+    model.train()
+    forward(model, logits[1])
+    (rows,) = pending(saver).values()
+    check_rows(rows, torch.cat(copies, 1), 3)
+
+
+def test_replayed_step_replaces_the_iteration(run: StubRun, tmp_path: Path) -> None:
+    """The rerun state machine runs a step again; here with other logits, to tell them apart."""
+    saver = LogitsSaverHooks(str(tmp_path), 3, save_dtype="fp32")
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    forward(model, random_logits(0), random_logits(1))
+    forward(model, random_logits(2), random_logits(3))
+    (rows,) = pending(saver).values()
+    check_rows(rows, torch.cat([random_logits(2), random_logits(3)], 1), 3)
+
+
+def test_unfinished_iteration_is_never_handed_over(run: StubRun, tmp_path: Path) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 3, save_dtype="fp32")
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    forward(model, random_logits(0))
+    assert pending(saver) == {}
+    # Training went on elsewhere, as after loading a checkpoint in place.
+    run.move_to(2)
+    forward(model, random_logits(1), random_logits(2))
+    rows = pending(saver)
+    assert list(rows) == ["2-4.pt.zst"]
+    check_rows(rows["2-4.pt.zst"], torch.cat([random_logits(1), random_logits(2)], 1), 3)
+
+
+class _ScaledModel(GivenLogitsModel):
+    """Scales its logits after the output layer, as muP does."""
+
+    def _scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return 0.25 * logits
+
+
+def test_scaled_logits_are_recorded(run: StubRun, tmp_path: Path) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 3, save_dtype="fp32")
+    model = _ScaledModel()
+    saver.attach_hooks(model)
+    forward(model, random_logits(0), random_logits(1))
+    (rows,) = pending(saver).values()
+    check_rows(rows, 0.25 * torch.cat([random_logits(0), random_logits(1)], 1), 3)
+
+
+# ---- top-P ------------------------------------------------------------------------------------
+
+
+def peaked(masses: list[list[float]]) -> torch.Tensor:
+    """Logits ``(S, 1, V)`` whose tokens have these leading probabilities, the rest spread."""
+    logits = torch.full((len(masses), 1, PADDED), -math.inf)
+    for token, leading in enumerate(masses):
+        rest = (1 - sum(leading)) / (REAL - len(leading))
+        logits[token, 0, :REAL] = torch.tensor(leading + [rest] * (REAL - len(leading))).log()
+    return logits
+
+
+def test_top_p_keeps_the_nucleus_and_moves_the_rest_to_the_tail(
+    run: StubRun, tmp_path: Path
+) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 5, p=0.7, min_k=1, save_dtype="fp32")
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    one = peaked([[0.9], [0.5, 0.3], [0.4, 0.2, 0.15], [0.75]])
+    other = peaked([[0.8], [0.71], [0.72], [0.6, 0.2]])
+    forward(model, one, other)
+    (rows,) = pending(saver).values()
+    # The first microbatch keeps up to 3 entries, the second up to 2.
+    kept = (rows.values != -1000.0).sum(-1)
+    assert kept.tolist() == [[1, 1], [2, 1], [3, 1], [1, 2]]
+    assert rows.values.shape == (SEQ, 2, 3)
+    expected_tail = torch.tensor([[0.1, 0.2], [0.2, 0.29], [0.25, 0.28], [0.25, 0.2]])
+    torch.testing.assert_close(rows.tail_logprob.exp(), expected_tail, rtol=1e-5, atol=1e-6)
+    assert rows.values[2, 0].exp().tolist() == pytest.approx([0.4, 0.2, 0.15], rel=1e-5)
+    assert run.scalars == [("avg-logprobs-kept", 12 / 8, 1)]
+
+
+def test_nothing_is_logged_without_top_p(run: StubRun, tmp_path: Path) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 5)
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    forward(model, random_logits(0), random_logits(1))
+    assert run.scalars == []
+
+
+# ---- handing over -----------------------------------------------------------------------------
+
+
+def test_data_is_handed_over_once_and_written(run: StubRun, tmp_path: Path) -> None:
+    run.layout = replace(run.layout, dp_rank=1, dp_size=2)
+    run.settings = replace(SETTINGS, global_batch_size=4)
+    cache = tmp_path / "new" / "cache"
+    saver = LogitsSaverHooks(str(cache), 3, p=0.5, min_k=2, save_dtype="bf16")
+    assert cache.is_dir()
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    for start in (8, 12):
+        run.move_to(start)
+        forward(model, random_logits(start), random_logits(start + 1))
+    saver._write_batched_tar(*saver.take_pending_data())
+    with tarfile.open(cache / "dp1__8-16.tar") as tar:
+        assert tar.getnames() == ["_meta.json", "8-12.pt.zst", "12-16.pt.zst"]
+        stream = tar.extractfile("_meta.json")
+        assert stream is not None
+        meta = json.load(stream)
+    assert meta == {
+        "hash": identity_hash(IDENTIFIERS),
+        "identifiers": IDENTIFIERS,
+        "saver": {
+            "k": 3,
+            "p": 0.5,
+            "min_k": 2,
+            "save_dtype": "bf16",
+            "format_version": 2,
+            "mbs_save": 1,
+            "dp_size_save": 2,
+            "gbs_save": 4,
+        },
+    }
+    # Nothing is left, and nothing is written for nothing.
+    assert saver.take_pending_data()[2] == []
+    saver._write_batched_tar(*saver.take_pending_data())
+    assert [path.name for path in cache.iterdir()] == ["dp1__8-16.tar"]
+
+
+def test_the_trainers_way_to_the_saver(run: StubRun, tmp_path: Path) -> None:
+    assert get_logits_saver() is None
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    assert get_logits_saver() is saver
+
+
+def test_stage_without_output_layer_stays_idle(run: StubRun, tmp_path: Path) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    stage = torch.nn.Linear(2, 2)
+    saver.attach_hooks(stage)
+    stage(torch.zeros(1, 2))
+    _, _, members, _ = saver.take_pending_data()
+    assert members == []
+    saver._write_batched_tar(*saver.take_pending_data())
+    saver.remove_hooks()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_removed_hooks_record_nothing(run: StubRun, tmp_path: Path) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    model = GivenLogitsModel(frozen=True)
+    saver.attach_hooks(model)
+    saver.remove_hooks()
+    forward(model, random_logits(0), random_logits(1))
+    assert pending(saver) == {}
+    labels = torch.zeros(1, SEQ, dtype=torch.long)
+    assert (model(random_logits(0), labels) > 0).all()
+
+
+def test_pending_data_crosses_to_the_checkpoint_worker(run: StubRun, tmp_path: Path) -> None:
+    import pickle
+
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    forward(model, random_logits(0), random_logits(1))
+    write, arguments = pickle.loads(
+        pickle.dumps((saver._write_batched_tar, saver.take_pending_data()))
+    )
+    write(*arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["dp0__0-2.tar"]
+
+
+# ---- the model's loss -------------------------------------------------------------------------
+
+
+def test_frozen_model_computes_no_loss_but_stays_connected(run: StubRun, tmp_path: Path) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    model = GivenLogitsModel(frozen=True)
+    saver.attach_hooks(model)
+    # An earlier pipeline stage waits for the gradient of what it sent.
+    received = random_logits(0).requires_grad_()
+    with torch.no_grad():
+        received[0, 0, 0] = math.inf
+    loss = model(received, torch.zeros(1, SEQ, dtype=torch.long))
+    assert loss.shape == (1, SEQ)
+    assert loss.dtype == torch.float32
+    assert (loss == 0).all()
+    loss.sum().backward()
+    assert received.grad is not None
+    assert (received.grad == 0).all()
+
+
+def test_training_model_keeps_its_loss(run: StubRun, tmp_path: Path) -> None:
+    logits, labels = random_logits(0), torch.ones(1, SEQ, dtype=torch.long)
+    expected = GivenLogitsModel()(logits.clone(), labels)
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    assert torch.equal(model(logits, labels), expected)
+
+
+# ---- arguments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 0}, "k is 0: expected at least 1"),
+        ({"k": 3, "p": 0.0}, r"p is 0.0: expected a probability mass in \(0, 1\]"),
+        ({"k": 3, "p": 1.5}, r"p is 1.5"),
+        ({"k": 3, "min_k": 0}, "min_k is 0"),
+        ({"k": 3, "save_dtype": "fp8"}, "save_dtype is 'fp8'.*fp16.*bf16.*fp32"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(
+    run: StubRun, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LogitsSaverHooks(str(tmp_path), **options)
+
+
+# ---- several ranks ----------------------------------------------------------------------------
+
+
+def _dump_on_rank(
+    rank: int, world_size: int, directory: str, axis: str, p: float | None
+) -> tuple[list[tuple[str, bytes]], list[Any]]:
+    sizes = {f"{axis}_rank": rank, f"{axis}_size": world_size}
+    run = StubRun(layout=group_layout(**sizes)).install(PlainPatch)
+    saver = LogitsSaverHooks(directory, 5, p=p, save_dtype="fp32")
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    for seed in range(2):
+        logits = random_logits(seed)
+        if axis == "tp":
+            width = PADDED // world_size
+            model_part = logits[..., rank * width : (rank + 1) * width]
+        else:
+            chunks = logits.chunk(2 * world_size)
+            model_part = torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]])
+        model_part = model_part.contiguous()
+        model(model_part, torch.zeros(1, model_part.size(0), dtype=torch.long))
+    return saver.take_pending_data()[2], run.scalars
+
+
+@pytest.mark.parametrize("p", [None, 0.6])
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_ranks_of_a_replica_record_one_copy(tmp_path: Path, axis: str, p: float | None) -> None:
+    results = run_ranks(2, _dump_on_rank, str(tmp_path), axis, p)
+    ((_, payload),), scalars = results[0]
+    nothing, other_scalars = results[1]
+    assert nothing == []
+    rows = decode_teacher_rows(payload)
+    whole = torch.cat([random_logits(0), random_logits(1)], 1)
+    if p is None:
+        check_rows(rows, whole, 5)
+        assert scalars == other_scalars == []
+        return
+    falling, order = torch.log_softmax(whole[..., :REAL].double(), -1).sort(descending=True)
+    keep = falling.exp().cumsum(-1) - falling.exp() < p
+    keep[..., 5:] = False
+    width = rows.values.size(-1)
+    assert width == int(keep.sum(-1).max())
+    assert torch.equal(rows.values != -1000.0, keep[..., :width])
+    kept = keep[..., :width]
+    torch.testing.assert_close(rows.values.double()[kept], falling[..., :width][kept])
+    assert torch.equal(rows.indices.long()[kept], order[..., :width][kept])
+    average = float(keep.sum() / keep[..., 0].numel())
+    assert scalars == other_scalars == [("avg-logprobs-kept", pytest.approx(average), 1)]
