@@ -59,7 +59,7 @@ class Progress:
             return f"running, {elapsed}"
         record, last_at = self._last
         # A frozen teacher computes no loss and reports 0.
-        losses = "  ".join(f"{name} {loss:.3f}" for name, loss in record.losses.items() if loss)
+        losses = [f"  {name} {loss:.3f}" for name, loss in record.losses.items() if loss]
         first, first_at = self._first
         left = ""
         if record.number == record.total:
@@ -68,4 +68,5 @@ class Progress:
             # From the wall clock, so that evaluations and checkpoints count.
             per_iteration = (last_at - first_at) / (record.number - first)
             left = f", {format_seconds(per_iteration * (record.total - record.number))} left"
-        return f"iteration {record.number}/{record.total}  {losses}  {elapsed}{left}"
+        # The losses last: a narrow terminal cuts them off and not the time.
+        return f"iteration {record.number}/{record.total}  {elapsed}{left}{''.join(losses)}"

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from examples.offline_distillation.megatron_log import failure_index
 from examples.offline_distillation.progress import Progress, format_seconds
@@ -129,9 +128,8 @@ def _run(stage: Stage, *, cwd: Path) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        assert process.stdout is not None
         try:
-            for line in _lines(process.stdout, progress):
+            for line in _lines(process, progress):
                 log.write(line + "\n")
                 log.flush()
                 tail.append(line)
@@ -150,12 +148,17 @@ def _run(stage: Stage, *, cwd: Path) -> None:
     print(f"      done in {format_seconds(seconds)}", flush=True)
 
 
-def _lines(stream: IO[bytes], progress: Progress) -> Iterator[str]:
-    """Yield the stream's lines as they come; between them, let the display show the time."""
+def _lines(process: subprocess.Popen[bytes], progress: Progress) -> Iterator[str]:
+    """Yield the output's lines as they come; between them, let the display show the time."""
+    stream = process.stdout
+    assert stream is not None
     pending = b""
     while True:
         ready, _, _ = select.select([stream], [], [], 1.0)
         if not ready:
+            # A process that outlives the command may hold the other end of the pipe open.
+            if process.poll() is not None:
+                break
             progress.tick()
             continue
         chunk = os.read(stream.fileno(), 1 << 16)

@@ -102,6 +102,15 @@ def test_interruption_stops_the_command(tmp_path: Path) -> None:
     assert stage.seconds_if_done() is None
 
 
+def test_a_process_left_behind_does_not_keep_the_stage_open(tmp_path: Path) -> None:
+    stage = shell(tmp_path, "a", "sleep 30 & echo $! > pid; echo over")
+    started = time.monotonic()
+    run_stages([stage], cwd=tmp_path)
+    assert time.monotonic() - started < 10
+    assert stage.log.read_text().endswith("\nover\n")
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
 def test_progress_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -110,10 +119,10 @@ def test_progress_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     progress.line(line.format(10))
     now = 110.0
     progress.tick()
-    assert capsys.readouterr().out == "      iteration 10/50  lm loss 4.500  0:10\n"
+    assert capsys.readouterr().out == "      iteration 10/50  0:10  lm loss 4.500\n"
     now = 120.0
     progress.line(line.format(20))
-    assert capsys.readouterr().out == "      iteration 20/50  lm loss 4.500  0:20, 1:00 left\n"
+    assert capsys.readouterr().out == "      iteration 20/50  0:20, 1:00 left  lm loss 4.500\n"
     now = 121.0
     progress.line(line.format(30))
     assert capsys.readouterr().out == ""

@@ -101,15 +101,28 @@ def test_overlay_has_no_other_attributes() -> None:
         _ = overlay.nonsense
 
 
-def test_entry_script_refuses_the_wheels_own_distillation_package() -> None:
-    """Run the script's code with site-packages before the tree on ``sys.path``."""
+def test_entry_script_refuses_another_distillation_package(tmp_path: Path) -> None:
+    """A package of the same name before the tree, laid out as in the installed wheel."""
+    other = tmp_path / "megatron" / "training" / "distillation"
+    other.mkdir(parents=True)
+    for package in (other, other.parent):
+        (package / "__init__.py").touch()
     code = (REPOSITORY_ROOT / "pretrain_gpt.py").read_text()
-    result = run_python(code, python_path=[INSTALLED, REPOSITORY_ROOT])
+    result = run_python(code, python_path=[tmp_path, REPOSITORY_ROOT])
     assert result.returncode != 0
-    assert "OverlayError: megatron.training.distillation is" in result.stderr
-    assert str(INSTALLED / "megatron" / "training" / "distillation") in result.stderr
+    assert f"OverlayError: megatron.training.distillation is {other / '__init__.py'}" in (
+        result.stderr
+    )
     assert f"expected {REPOSITORY_ROOT}" in result.stderr
     assert f"Put {REPOSITORY_ROOT} before site-packages" in result.stderr
+
+
+def test_package_without_distillation_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "training" / "__init__.py").touch()
+    code = "from runtime import bootstrap; bootstrap.check_overlay()"
+    result = run_python(code, python_path=[tmp_path, REPOSITORY_ROOT])
+    assert "OverlayError: megatron.training.distillation is None" in result.stderr
 
 
 # ---- a prepared process -----------------------------------------------------------------------

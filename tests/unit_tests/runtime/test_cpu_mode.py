@@ -8,15 +8,10 @@ import pytest
 import torch
 
 from runtime import cpu_mode
-from tests.unit_tests.runtime.subprocesses import passes, run_python
+from tests.unit_tests.runtime.subprocesses import passes
 
 ANNOUNCEMENT = "> CPU mode: no GPU is visible, torch.cuda is redirected to the CPU"
 GLOO = ("--distributed-backend", "gloo")
-ACTIVATE = """
-from runtime import cpu_mode
-cpu_mode.activate()
-import torch
-"""
 
 
 @pytest.mark.parametrize(
@@ -39,83 +34,49 @@ def test_only_the_gloo_backend_asks_for_it(command_line: str, asked: bool) -> No
 
 # ---- entering, or not -------------------------------------------------------------------------
 
-
-def test_it_is_entered_on_request_and_says_so_once() -> None:
-    printed = passes(
-        "import sys; from runtime import cpu_mode\n"
-        "assert cpu_mode.activate_if_requested(sys.argv)\n"
-        "assert cpu_mode.activate_if_requested(sys.argv)\n"
-        "cpu_mode.activate()\n"
-        "import torch; print(cpu_mode.is_active(), torch.zeros(1, device='cuda').device)",
-        *GLOO,
-    )
-    assert printed.splitlines() == [ANNOUNCEMENT, "True cpu"]
-
-
-def test_only_rank_0_says_so() -> None:
-    printed = passes(
-        "import sys\nfrom runtime import cpu_mode\nprint(cpu_mode.activate_if_requested(sys.argv))",
-        *GLOO,
-        environment={"RANK": "1"},
-    )
-    assert printed.splitlines() == ["True"]
-
-
-def test_it_is_not_entered_unasked() -> None:
-    printed = passes(
-        "import sys; from runtime import cpu_mode\n"
-        "cpu_mode.activate_if_requested(sys.argv)\n"
-        "import torch\n"
-        "cpu_mode.patch_trainer(); cpu_mode.set_flag_defaults(None)\n"
-        "print(cpu_mode.is_active(), torch.cuda.is_available())\n"
-        "try:\n    torch.zeros(1, device='cuda')\n"
-        "except (RuntimeError, AssertionError) as error:\n    print(type(error).__name__)",
-        "--distributed-backend",
-        "nccl",
-    )
-    lines = printed.splitlines()
-    assert lines[0] == "False False"
-    assert lines[1] in ("RuntimeError", "AssertionError")
-
-
-VISIBLE_GPU = """
-import torch
-torch.cuda.is_available = lambda: True
-before = torch.cuda.current_device, torch.nn.Module.cuda, torch.distributed.init_process_group
+NOT_ENTERED = """
+import sys
 from runtime import cpu_mode
+import torch
+
+watched = lambda: (
+    torch.cuda.current_device, torch.cuda.device_count, torch.nn.Module.cuda,
+    torch.distributed.init_process_group, torch.utils.data.DataLoader.__init__,
+)
+before = watched()
+
 def untouched():
-    after = torch.cuda.current_device, torch.nn.Module.cuda, torch.distributed.init_process_group
-    assert after == before
+    assert watched() == before
     assert not cpu_mode.is_active()
     try:
-        print(torch.zeros(1, device="cuda").device)
-    except Exception as error:
-        print("not redirected:", type(error).__name__)
+        torch.zeros(1, device="cuda")
+    except (AssertionError, RuntimeError):
+        return True
+    return False
+
+assert cpu_mode.activate_if_requested(["--distributed-backend", "nccl"]) is False
+cpu_mode.patch_trainer()
+cpu_mode.set_flag_defaults(None)
+print("unasked:", untouched())
+
+torch.cuda.is_available = lambda: True
+assert cpu_mode.activate_if_requested(["--distributed-backend", "gloo"]) is False
+print("gloo beside a GPU:", untouched())
+try:
+    cpu_mode.activate()
+except RuntimeError as error:
+    print(error)
+print("refused:", untouched())
 """
 
 
-def test_it_refuses_a_visible_gpu() -> None:
-    result = run_python(VISIBLE_GPU + "cpu_mode.activate()")
-    assert result.returncode != 0
-    assert "RuntimeError: CPU mode was asked for, but a CUDA device is visible" in result.stderr
-    assert 'CUDA_VISIBLE_DEVICES=""' in result.stderr
-
-
-def test_gloo_on_a_machine_with_a_gpu_changes_nothing() -> None:
-    printed = passes(
-        VISIBLE_GPU + "import sys\n"
-        "assert cpu_mode.activate_if_requested(sys.argv) is False\nuntouched()",
-        *GLOO,
-    )
-    assert ANNOUNCEMENT not in printed
-    assert "not redirected" in printed
-
-
-def test_refused_activation_changes_nothing() -> None:
-    printed = passes(
-        VISIBLE_GPU + "try:\n    cpu_mode.activate()\nexcept RuntimeError:\n    untouched()"
-    )
-    assert "not redirected" in printed
+def test_it_is_neither_entered_unasked_nor_beside_a_gpu() -> None:
+    unasked, gloo, message, refused = passes(NOT_ENTERED).splitlines()
+    assert unasked == "unasked: True"
+    assert gloo == "gloo beside a GPU: True"
+    assert "CPU mode was asked for, but a CUDA device is visible" in message
+    assert 'CUDA_VISIBLE_DEVICES=""' in message
+    assert refused == "refused: True"
 
 
 # ---- child processes --------------------------------------------------------------------------
@@ -126,6 +87,7 @@ import sys
 
 from runtime import cpu_mode
 
+cpu_mode.activate_if_requested(sys.argv)
 cpu_mode.activate_if_requested(sys.argv)
 
 def report(queue):
@@ -151,11 +113,17 @@ def test_children_are_in_it_too_and_say_nothing(tmp_path: Path, method: str) -> 
 
 # ---- what is redirected -----------------------------------------------------------------------
 
+REDIRECTED = """
+import os
+from runtime import cpu_mode
+assert cpu_mode.activate_if_requested(["--distributed-backend", "gloo"])
+assert cpu_mode.activate_if_requested([])
+cpu_mode.activate()
+assert cpu_mode.is_active()
+import torch
+from torch.utils.data import DataLoader
 
-def test_devices_land_on_the_cpu() -> None:
-    passes(
-        ACTIVATE
-        + """
+# Devices land on the CPU.
 cuda = torch.device("cuda", 1)
 x = torch.arange(3.0)
 placed = [
@@ -181,16 +149,8 @@ assert x.type(torch.float64).dtype == torch.float64
 layer = torch.nn.Linear(2, 2)
 assert layer.cuda() is layer
 assert layer.to("cuda").weight.device.type == "cpu"
-"""
-    )
 
-
-def test_torch_cuda_answers() -> None:
-    passes(
-        ACTIVATE
-        + """
-import os
-from torch.utils.data import DataLoader
+# torch.cuda answers.
 assert torch.cuda.is_available() and torch.cuda.current_device() == 0
 assert torch.cuda.device_count() == 3
 assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
@@ -212,9 +172,13 @@ torch.cuda.set_rng_state(state)
 assert torch.equal(torch.rand(3), drawn)
 torch.manual_seed(5)
 assert torch.equal(torch.rand(3), drawn)
-""",
-        environment={"LOCAL_WORLD_SIZE": "3"},
-    )
+"""
+
+
+def test_torch_cuda_is_the_cpu() -> None:
+    """One process for all of it; rank 1, which does not announce the mode."""
+    printed = passes(REDIRECTED, environment={"LOCAL_WORLD_SIZE": "3", "RANK": "1"})
+    assert printed == ""
 
 
 def test_user_flags_win_over_its_defaults(

@@ -13,7 +13,11 @@ import torch
 
 from megatron.training.distillation import logits_saver
 from megatron.training.distillation.logits_saver import LogitsSaverHooks, get_logits_saver
-from megatron.training.distillation.utils import decode_teacher_rows, identity_hash
+from megatron.training.distillation.utils import (
+    CacheIdentityError,
+    decode_teacher_rows,
+    identity_hash,
+)
 from tests.unit_tests.distributed import run_ranks
 from tests.unit_tests.training.distillation.cache_files import IDENTIFIERS
 from tests.unit_tests.training.distillation.run_stubs import (
@@ -220,7 +224,6 @@ def test_data_is_handed_over_once_and_written(run: StubRun, tmp_path: Path) -> N
     run.settings = replace(SETTINGS, global_batch_size=4)
     cache = tmp_path / "new" / "cache"
     saver = LogitsSaverHooks(str(cache), 3, p=0.5, min_k=2, save_dtype="bf16")
-    assert cache.is_dir()
     model = GivenLogitsModel()
     saver.attach_hooks(model)
     for start in (8, 12):
@@ -392,3 +395,65 @@ def test_ranks_of_a_replica_record_one_copy(tmp_path: Path, axis: str, p: float 
     assert torch.equal(rows.indices.long()[kept], order[..., :width][kept])
     average = float(keep.sum() / keep[..., 0].numel())
     assert scalars == other_scalars == [("avg-logprobs-kept", pytest.approx(average), 1)]
+
+
+# ---- the directory of another dump ------------------------------------------------------------
+
+
+def start_dump(directory: Path, k: int = 3, **options: Any) -> LogitsSaverHooks:
+    """Start a dump and have it write its first shard."""
+    saver = LogitsSaverHooks(str(directory), k, **options)
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    forward(model, random_logits(0), random_logits(1))
+    saver._write_batched_tar(*saver.take_pending_data())
+    return saver
+
+
+def test_dump_goes_on_in_its_own_directory(run: StubRun, tmp_path: Path) -> None:
+    start_dump(tmp_path, p=0.5)
+    run.move_to(2)
+    start_dump(tmp_path, p=0.5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dp0__0-2.tar", "dp0__2-4.tar"]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"k": 4}, ["3", "4"]),
+        ({"p": 0.5}, ["None", "0.5"]),
+        ({"save_dtype": "fp32"}, ["fp16", "fp32"]),
+        ({"seed": 2}, ["seed", "1", "2"]),
+    ],
+)
+def test_directory_of_another_dump_is_refused(
+    run: StubRun, tmp_path: Path, options: dict[str, Any], parts: list[str]
+) -> None:
+    start_dump(tmp_path)
+    if "seed" in options:
+        identifiers = {**IDENTIFIERS, "seed": options.pop("seed")}
+        run.settings = replace(SETTINGS, identifiers=identifiers)
+    with pytest.raises(CacheIdentityError) as caught:
+        start_dump(tmp_path, **options)
+    message = str(caught.value)
+    for part in (str(tmp_path / "dp0__0-2.tar"), "another dump", *parts):
+        assert part in message
+    assert [path.name for path in tmp_path.iterdir()] == ["dp0__0-2.tar"]
+
+
+def _start_on_rank(rank: int, world_size: int, directory: str) -> str:
+    layout = group_layout(dp_rank=rank, dp_size=world_size)
+    StubRun(layout=layout).install(PlainPatch)
+    try:
+        LogitsSaverHooks(directory, 4)
+    except CacheIdentityError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_all_ranks_refuse_the_directory_of_another_dump(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        StubRun().install(patch)
+        start_dump(tmp_path)
+    results = run_ranks(2, _start_on_rank, str(tmp_path))
+    assert all("dp0__0-2.tar" in result for result in results)
