@@ -62,7 +62,8 @@ def test_interrupted_in_the_dump_then_through_then_nothing_left_to_do(tmp_path: 
     process = start(out)
     confirmed = out / recipes.DUMP / "checkpoints" / "latest_checkpointed_iteration.txt"
     wait_for(confirmed.exists, process)
-    process.send_signal(signal.SIGINT)
+    # Not SIGINT, which a test run in the background inherits as ignored.
+    process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
     assert "Run the same command again" in output

@@ -9,6 +9,8 @@ checkpoint's own, so a checkpoint is confirmed only when its logits are on disk.
 """
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -127,13 +129,14 @@ class LogitsSaverHooks:
         """Hook the model's output layer; a model chunk without one is left alone.
 
         If no parameter of the model wants a gradient (``--freeze-all-layers``), its language model
-        loss is replaced by zeros: nothing would come of computing it.
+        loss is replaced by zeros in training: nothing would come of computing it. Evaluation
+        computes it.
         """
         if getattr(model, "output_layer", None) is None:
             return
         self._tap = OutputLayerTap(model, self._settings.mtp_num_layers, self._on_logits)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            self._loss_override = LossOverride(model, _zero_loss)
+            self._loss_override = LossOverride(model, partial(_zero_loss_in_training, model))
 
     def remove_hooks(self) -> None:
         """Take the hooks off the model and give it its own loss back."""
@@ -254,10 +257,17 @@ def _widen(entries: torch.Tensor, width: int, sentinel: float) -> torch.Tensor:
     return torch.nn.functional.pad(entries, (0, missing), value=sentinel)
 
 
-def _zero_loss(original: object, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Return zero losses ``(B, S)`` that stay connected to *logits*.
+def _zero_loss_in_training(
+    model: torch.nn.Module,
+    original: Callable[..., torch.Tensor],
+    labels: torch.Tensor,
+    logits: torch.Tensor,
+) -> torch.Tensor:
+    """Return zero losses ``(B, S)`` that stay connected to *logits*; in evaluation, the model's own.
 
     An earlier pipeline stage waits for a gradient of its output also when all weights are frozen.
     The sum over an empty slice is zero whatever the logits are, and so is its gradient.
     """
+    if not model.training:
+        return original(labels, logits)
     return logits[..., :0].sum(dim=-1, dtype=torch.float32).transpose(0, 1).contiguous()

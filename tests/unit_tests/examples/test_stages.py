@@ -95,8 +95,13 @@ def test_interruption_stops_the_command(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        run_stages([stage], cwd=tmp_path)
+    # A shell starts background jobs with SIGINT ignored, and a test run may be one.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_stages([stage], cwd=tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     assert stage.seconds_if_done() is None

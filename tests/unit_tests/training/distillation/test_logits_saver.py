@@ -318,6 +318,17 @@ def test_frozen_model_computes_no_loss_but_stays_connected(run: StubRun, tmp_pat
     assert (received.grad == 0).all()
 
 
+def test_frozen_model_is_evaluated_with_its_own_loss(run: StubRun, tmp_path: Path) -> None:
+    labels = torch.zeros(1, SEQ, dtype=torch.long)
+    model = GivenLogitsModel(frozen=True)
+    expected = model(random_logits(0), labels)
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    saver.attach_hooks(model)
+    model.eval()
+    assert torch.equal(model(random_logits(0), labels), expected)
+    assert pending(saver) == {}
+
+
 def test_training_model_keeps_its_loss(run: StubRun, tmp_path: Path) -> None:
     logits, labels = random_logits(0), torch.ones(1, SEQ, dtype=torch.long)
     expected = GivenLogitsModel()(logits.clone(), labels)
