@@ -37,11 +37,8 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.distillation import LossFuncCallable
-from megatron.training.distillation.arguments import (
-    add_distillation_args,
-    check_flags,
-    finalize_args,
-)
+from megatron.training.distillation.argument_checks import check_flags, finalize_args
+from megatron.training.distillation.arguments import add_distillation_args
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import (
     get_blend_and_blend_per_split,

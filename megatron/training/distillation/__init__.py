@@ -11,7 +11,8 @@ Map of the package, from the ground up:
   packing and the codec.
 * ``storage``: local and ``msc://`` file verbs.
 * ``parallel``: ranks, sizes and groups as one value, and the collectives over them.
-* ``arguments``: the command-line flags, their checks, and frozen views of the global arguments.
+* ``arguments``: the command-line flags, and frozen views of the global arguments;
+  ``argument_checks`` refuses what cannot work.
 * ``teacher_topk``, ``sparse_kl``: the tensor work of teacher and student.
 * ``shard_writer``: what goes to storage; ``publication`` plans its file operations and
   ``continuation`` keeps two dumps out of one directory.

@@ -263,7 +263,7 @@ def _zero_loss_in_training(
     labels: torch.Tensor,
     logits: torch.Tensor,
 ) -> torch.Tensor:
-    """Return zero losses ``(B, S)`` that stay connected to *logits*; in evaluation, the model's own.
+    """Return zero losses ``(B, S)`` that stay connected to *logits*; the true ones in evaluation.
 
     An earlier pipeline stage waits for a gradient of its output also when all weights are frozen.
     The sum over an empty slice is zero whatever the logits are, and so is its gradient.

@@ -251,7 +251,7 @@ import json, sys
 from runtime.bootstrap import prepare_process
 prepare_process()
 from megatron.training.arguments import parse_args
-from megatron.training.distillation.arguments import check_flags
+from megatron.training.distillation.argument_checks import check_flags
 from pretrain_common import add_extra_args
 
 for flags in json.loads(sys.stdin.read()):

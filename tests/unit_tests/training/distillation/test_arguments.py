@@ -13,13 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.training import arguments as megatron_arguments
-from megatron.training.distillation import arguments
-from megatron.training.distillation.arguments import (
-    add_distillation_args,
-    check_flags,
-    finalize_args,
-    run_identifiers,
-)
+from megatron.training.distillation import argument_checks, arguments
+from megatron.training.distillation.argument_checks import check_flags, finalize_args
+from megatron.training.distillation.arguments import add_distillation_args, run_identifiers
 
 BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1"
 SAVE = "--async-save --use-persistent-ckpt-worker --save ckpt --save-interval 4"
@@ -230,7 +226,7 @@ def test_saving_and_loading_in_one_directory_is_refused(
 def test_saving_and_loading_at_one_object_store_url_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arguments.storage, "list_names", lambda directory: [SHARD])
+    monkeypatch.setattr(argument_checks.storage, "list_names", lambda directory: [SHARD])
     args = parse(f"--logits-save-dir msc://s/c/ {SAVE} --logits-load-dir msc://s/c")
     args.enable_msc = True
     with pytest.raises(ValueError, match=r"are the same directory"):

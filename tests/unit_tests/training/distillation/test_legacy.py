@@ -24,7 +24,7 @@ import zstandard
 
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 from megatron.training.distillation import (
-    arguments,
+    argument_checks,
     cached_logits_loss,
     errors,
     legacy,
@@ -708,9 +708,9 @@ def test_load_directory_of_v1_passes_the_flag_check(tmp_path):
         logits_load_msc_prefetch_depth=0,
         logits_load_ignore_errors=False,
     )
-    assert len(arguments._load_problems(args)) == 1
+    assert len(argument_checks._load_problems(args)) == 1
     (tmp_path / "cp0_dp0__1.tar").touch()
-    assert arguments._load_problems(args) == []
+    assert argument_checks._load_problems(args) == []
 
 
 def test_shard_names():
