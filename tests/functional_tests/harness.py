@@ -42,6 +42,7 @@ _ITERATION_LINE = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
 _ENTRY = re.compile(r"([A-Za-z][\w\- ]*?): +([-+\d.naif]+(?:E[-+]\d+)?)\s*\|", re.IGNORECASE)
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: +(\d+)", re.DOTALL)
 _TAIL_LINES = 60
+_SHUTDOWN_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,16 +162,18 @@ class JobRunner:
                 env=environment,
                 start_new_session=True,
             )
+            returncode = None
             try:
                 returncode = process.wait(timeout)
             except subprocess.TimeoutExpired:
-                returncode = None
+                # Before torchrun adds how it was ended.
+                tail = "\n".join(output.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
             finally:
-                _end(process)
+                if returncode is None:
+                    _end(process)
         seconds = time.monotonic() - began
         log = output.read_text(errors="replace")
         if returncode is None:
-            tail = "\n".join(log.splitlines()[-_TAIL_LINES:])
             raise AssertionError(f"{name} still ran after {timeout:.0f} s. {output}:\n{tail}")
         result = JobResult(name=name, returncode=returncode, log=log, seconds=seconds)
         self.finished.append(result)
@@ -184,16 +187,13 @@ class JobRunner:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun and whatever it started; nothing happens if all has ended."""
+    """End torchrun, which ends its ranks, or else all of its process group."""
+    process.terminate()
     try:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(5)
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+        process.wait(_SHUTDOWN_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(5)
+        process.wait()
 
 
 def batch(micro: int, global_: int, iterations: int) -> list[str]:
