@@ -48,6 +48,8 @@ class LogitsSaverHooks:
     Every rank constructs one, so that every rank queues the same number of asynchronous requests;
     a pipeline stage without an output layer stays idle and queues empty ones.
 
+    Constructing one is collective over the pipeline stage (TP x CP x DP): every rank must do it.
+
     Args:
         save_dir: Directory of the cache, a local path or ``msc://`` URL.
         k: Entries per token.
