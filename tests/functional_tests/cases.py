@@ -36,6 +36,8 @@ class Dump:
     flags: str = ""
     micro_batch: int = 1
     crosscheck: bool = False
+    pretrained: bool = True
+    """Whether the shared teacher's checkpoint fits its model; else it keeps its random weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class Student:
         """Return the flags of its batch schedule."""
         return batch(self.micro_batch, self.global_batch, SAMPLES // self.global_batch)
 
+
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 DUMPS = {
     "tp1": Dump(settings=DumpSettings(k=12)),
@@ -80,6 +84,24 @@ DUMPS = {
         micro_batch=2,
         crosscheck=True,
     ),
+    "cp2": Dump(
+        settings=DumpSettings(k=30, p=0.9),
+        ranks=2,
+        flags="--context-parallel-size 2 --use-distributed-optimizer",
+        micro_batch=2,
+    ),
+    "tp2cp2": Dump(
+        settings=DumpSettings(k=12, dtype="bf16"),
+        ranks=4,
+        flags="--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --bf16",
+    ),
+    "moe": Dump(
+        settings=DumpSettings(k=20, dtype="fp32"),
+        ranks=2,
+        flags="--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear "
+        "--untie-embeddings-and-output-weights",
+        pretrained=False,
+    ),
 }
 
 STUDENTS = {
@@ -101,9 +123,42 @@ STUDENTS = {
     ),
     "vpp DP2 GBS2": Student(dump="vpp", ranks=2, global_batch=2),
     "mtp MTP1 MBS1 GBS8": Student(dump="mtp", flags="--mtp-num-layers 1", global_batch=8),
+    "CP2": Student(dump="tp1", ranks=2, flags="--context-parallel-size 2", alpha=0.5),
+    "TP2 SP": Student(
+        dump="tp1",
+        ranks=2,
+        flags="--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+        alpha=0.5,
+    ),
+    "recompute": Student(dump="tp1", micro_batch=2, flags=RECOMPUTE, alpha=0.5),
+    "per token": Student(dump="tp1", flags="--calculate-per-token-loss", alpha=0.5),
+    "PP2 untied": Student(
+        dump="tp1",
+        ranks=2,
+        flags="--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights",
+    ),
+    "cp2 DP2 GBS8": Student(dump="cp2", ranks=2, global_batch=8),
+    "cp2 as dumped": Student(dump="cp2", ranks=2, micro_batch=2, flags="--context-parallel-size 2"),
+    "tp2cp2 PP2 CP2 MBS2": Student(
+        dump="tp2cp2",
+        ranks=4,
+        micro_batch=2,
+        flags="--pipeline-model-parallel-size 2 --context-parallel-size 2 --bf16",
+    ),
+    "moe VPP MBS2": Student(
+        dump="moe",
+        ranks=2,
+        micro_batch=2,
+        flags="--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "moe EP2": Student(
+        dump="moe",
+        ranks=2,
+        flags="--num-experts 2 --expert-model-parallel-size 2 --disable-bias-linear",
+    ),
 }
-SAME_LOSS = ["as dumped", "DP2", "MBS2", "TP2"]
-"""Students of one dump, global batch and alpha, which differ in MBS, DP and TP only."""
+SAME_LOSS = ["as dumped", "DP2", "MBS2", "TP2", "CP2", "TP2 SP", "recompute", "per token"]
+"""Students of one dump, global batch and alpha, whose layouts must not change the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +179,7 @@ class StudentRun:
 
     job: JobResult
     save: Path
+    record: Path
     records: list[Record] = field(repr=False)
 
 
@@ -150,12 +206,21 @@ class Workshop:
         """Checkpoint directory of a teacher trained for a few iterations at TP 1."""
         return self._once("teacher", self._make_teacher)
 
-    def dump_arguments(self, case: Dump, cache: Path, save: Path) -> list[str]:
+    def dump_arguments(
+        self,
+        case: Dump,
+        cache: Path,
+        save: Path,
+        *,
+        iterations: int = DUMP_ITERATIONS,
+        save_interval: int = FLUSH_INTERVAL,
+    ) -> list[str]:
         """Return the command line of a dump, which resumes from *save* if something is there."""
         arguments = [*self.common, *NO_EVALUATION, *case.flags.split()]
-        arguments += batch(case.micro_batch, DUMP_GLOBAL_BATCH, DUMP_ITERATIONS)
-        arguments += ["--pretrained-checkpoint", str(self.teacher), "--load", str(save)]
-        arguments += ["--save", str(save), "--save-interval", str(FLUSH_INTERVAL), *ASYNC_SAVE]
+        arguments += batch(case.micro_batch, DUMP_GLOBAL_BATCH, iterations)
+        if case.pretrained:
+            arguments += ["--pretrained-checkpoint", str(self.teacher), "--load", str(save)]
+        arguments += ["--save", str(save), "--save-interval", str(save_interval), *ASYNC_SAVE]
         arguments += ["--freeze-all-layers", "--logits-save-dir", str(cache)]
         settings = case.settings
         arguments += ["--logits-save-top-k", str(settings.k), "--logits-save-dtype", settings.dtype]
@@ -222,5 +287,7 @@ class Workshop:
         arguments = self.student_arguments(case, self.dump(case.dump).cache)
         if "--save-interval" in arguments:
             arguments += ["--save", str(place / "save"), *ASYNC_SAVE]
-        job = self.jobs.run(place.name, arguments, ranks=case.ranks, record=place / "record")
-        return StudentRun(job=job, save=place / "save", records=load_records(place / "record"))
+        record = place / "record"
+        job = self.jobs.run(place.name, arguments, ranks=case.ranks, record=record)
+        records = load_records(record)
+        return StudentRun(job=job, save=place / "save", record=record, records=records)

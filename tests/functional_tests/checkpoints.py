@@ -16,7 +16,7 @@ def load_weights(save: Path, iteration: int) -> dict[str, torch.Tensor]:
         name: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)
         for name, entry in metadata.items()
         if isinstance(entry, TensorStorageMetadata)
-        and name.split(".")[0] in ("decoder", "embedding")
+        and name.split(".")[0] in ("decoder", "embedding", "output_layer")
     }
     dcp.load(weights, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
     return weights

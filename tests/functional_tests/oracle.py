@@ -51,10 +51,40 @@ def labels_key(labels: torch.Tensor) -> bytes:
     return labels.contiguous().numpy().tobytes()
 
 
-def whole_logits(records: Iterable[Record]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Join the vocabulary shards: ``labels (B, S)`` and ``logits (S, B, V)`` per microbatch."""
-    shards: dict[tuple[int, int, int], list[Record]] = {}
+SEQUENCE_DIMENSION = {"labels": 1, "logits": 0, "values": 0, "indices": 0, "tail": 0}
+
+
+def whole_sequences(records: Iterable[Record]) -> list[Record]:
+    """Join the context parallel parts of every microbatch, which leaves one record per TP rank."""
+    parts: dict[tuple[int, int, int, int], list[Record]] = {}
     for record in records:
+        place = (record["start"], record["microbatch"], record["dp_rank"], record["tp_rank"])
+        parts.setdefault(place, []).append(record)
+    whole = []
+    for _, group in sorted(parts.items()):
+        group = sorted(group, key=lambda record: record["cp_rank"])
+        assert [record["cp_rank"] for record in group] == list(range(len(group)))
+        joined = {
+            key: _natural([record[key] for record in group], SEQUENCE_DIMENSION[key])
+            for key in SEQUENCE_DIMENSION
+            if isinstance(group[0].get(key), torch.Tensor)
+        }
+        whole.append({**group[0], **joined})
+    return whole
+
+
+def _natural(parts: Sequence[torch.Tensor], dimension: int) -> torch.Tensor:
+    """Put the two chunks that each CP rank holds, ``r`` and ``2 cp - 1 - r``, in their places."""
+    chunks: dict[int, torch.Tensor] = {}
+    for rank, part in enumerate(parts):
+        chunks[rank], chunks[2 * len(parts) - 1 - rank] = part.chunk(2, dimension)
+    return torch.cat([chunks[number] for number in sorted(chunks)], dimension)
+
+
+def whole_logits(records: Iterable[Record]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Join all parts: ``labels (B, S)`` and ``logits (S, B, V)`` per microbatch."""
+    shards: dict[tuple[int, int, int], list[Record]] = {}
+    for record in whole_sequences(records):
         place = (record["start"], record["microbatch"], record["dp_rank"])
         shards.setdefault(place, []).append(record)
     whole = []
@@ -187,7 +217,7 @@ class DumpOracle:
 def check_targets(oracle: DumpOracle, records: Iterable[Record]) -> Comparison:
     """Compare every row of targets that every rank of a student used."""
     found = Comparison()
-    for record in records:
+    for record in whole_sequences(records):
         assert "values" in record, f"a step without targets at sample {record['start']}"
         for row, labels in enumerate(record["labels"]):
             oracle.check_row(
@@ -204,7 +234,7 @@ def distillation_losses(records: Sequence[Record]) -> list[float]:
     """Return the mean loss of every iteration, in float64 from a student's logits and targets."""
     targets = {
         (record["start"], record["microbatch"], record["dp_rank"]): record
-        for record in records
+        for record in whole_sequences(records)
         if record["tp_rank"] == 0
     }
     losses: dict[int, list[torch.Tensor]] = {}

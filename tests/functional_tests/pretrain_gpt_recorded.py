@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pretrain_gpt.py`` with recorders around it; for the functional tests only."""
+"""``pretrain_gpt.py`` with recorders around it, and parts that let it run without a GPU.
+
+For the functional tests only.
+"""
 
 import time
 
@@ -13,7 +16,10 @@ prepare_process()
 if __name__ == "__main__":
     from megatron.training.argument_utils import gpt_config_from_args
     from pretrain_common import run_pretraining
+    from tests.functional_tests.parts import attention, norm
     from tests.functional_tests.recorders import install_recorders
 
+    attention.install()
+    norm.install()
     install_recorders()
     run_pretraining(gpt_config_from_args, program_start=_PROGRAM_START)

@@ -7,14 +7,19 @@ Each rank writes one file of records at exit; see :func:`load_records`.
 """
 
 import atexit
+import functools
+import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.training import get_args
 from megatron.training.distillation import cached_logits_loss
 from megatron.training.distillation.cached_logits_loss import StudentLogitsCapture
@@ -22,6 +27,8 @@ from megatron.training.distillation.logits_saver import LogitsSaverHooks
 from tests.functional_tests.harness import CROSSCHECK_VARIABLE, RECORD_DIR_VARIABLE
 
 Record = dict[str, Any]
+COLLECTIVES = ("all_reduce", "gather", "all_gather_object", "broadcast_object_list")
+"""Those that the distillation package calls; the trainer calls some of them too."""
 
 
 def install_recorders() -> None:
@@ -30,19 +37,63 @@ def install_recorders() -> None:
     after(LogitsSaverHooks, "attach_hooks", lambda model: _record_model(model, records))
     after(StudentLogitsCapture, "attach_hooks", lambda model: _record_model(model, records))
     _record_targets(records)
-    atexit.register(_write, records)
+    calls = Calls()
+    calls.count()
+    atexit.register(_write, records, calls)
 
 
 def load_records(directory: Path) -> list[Record]:
     """Return the records of all ranks of a job.
 
     Each is one microbatch of one rank: ``start`` (first sample of the batch), ``microbatch``,
-    ``dp_rank``, ``tp_rank``, ``labels`` ``(B, S)``, ``logits`` ``(S, B, V / tp)`` and, if the step
-    had targets, ``values`` and ``indices`` ``(S, B, K)``, ``tail`` ``(S, B)`` or None.
+    ``dp_rank``, ``cp_rank``, ``tp_rank``, ``labels`` ``(B, S / cp)``, ``logits``
+    ``(S / cp, B, V / tp)`` and, if the step had targets, ``values`` and ``indices``
+    ``(S / cp, B, K)``, ``tail`` ``(S / cp, B)`` or None.
     """
     files = sorted(directory.glob("rank*.pt"))
     assert files, f"no rank wrote records to {directory}"
     return [record for file in files for record in torch.load(file, weights_only=True)]
+
+
+@dataclass(kw_only=True)
+class Calls:
+    """What one rank of a job called, for comparison with the other ranks.
+
+    Attributes:
+        async_requests: Requests given to the asynchronous checkpoint queue.
+        collectives: Calls by name and global ranks of the group, such as ``all_reduce 0,1``.
+    """
+
+    async_requests: int = 0
+    collectives: dict[str, int] = field(default_factory=dict)
+
+    def count(self) -> None:
+        """Count from now on."""
+        after(AsyncCallsQueue, "schedule_async_request", lambda request: self._add_request())
+        for name in COLLECTIVES:
+            setattr(dist, name, self._counted(name, getattr(dist, name)))
+
+    def _add_request(self) -> None:
+        self.async_requests += 1
+
+    def _counted(self, name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            groups = [
+                item for item in (*args, *kwargs.values()) if isinstance(item, dist.ProcessGroup)
+            ]
+            ranks = ",".join(map(str, dist.get_process_group_ranks(*groups or [None])))
+            key = f"{name} {ranks}"
+            self.collectives[key] = self.collectives.get(key, 0) + 1
+            return collective(*args, **kwargs)
+
+        return counted
+
+
+def load_calls(directory: Path) -> dict[int, Calls]:
+    """Return what every rank of a job called."""
+    files = directory.glob("rank*.json")
+    return {int(file.stem[4:]): Calls(**json.loads(file.read_text())) for file in files}
 
 
 def after(owner: Any, name: str, action: Callable[..., None]) -> None:
@@ -95,6 +146,7 @@ def _new_record(records: list[Record]) -> Record:
         "start": start,
         "microbatch": records[-1]["microbatch"] + 1 if same_batch else 0,
         "dp_rank": parallel_state.get_data_parallel_rank(),
+        "cp_rank": parallel_state.get_context_parallel_rank(),
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
     }
     records.append(record)
@@ -133,6 +185,8 @@ def _record_targets(records: list[Record]) -> None:
     cached_logits_loss.sparse_kl = recording_sparse_kl
 
 
-def _write(records: list[Record]) -> None:
+def _write(records: list[Record], calls: Calls) -> None:
     rank = int(os.environ.get("RANK", "0"))
-    torch.save(records, Path(os.environ[RECORD_DIR_VARIABLE]) / f"rank{rank}.pt")
+    directory = Path(os.environ[RECORD_DIR_VARIABLE])
+    torch.save(records, directory / f"rank{rank}.pt")
+    (directory / f"rank{rank}.json").write_text(json.dumps(asdict(calls)))

@@ -158,6 +158,7 @@ def _common_problems(args: argparse.Namespace) -> list[str]:
     problems = [
         f"{flag} is not supported: {reason}. Leave it out." for hit, flag, reason in refused if hit
     ]
+    problems += _sequence_problems(args)
     for flag, path in (
         ("--logits-save-dir", args.logits_save_dir),
         ("--logits-load-dir", args.logits_load_dir),
@@ -165,6 +166,17 @@ def _common_problems(args: argparse.Namespace) -> list[str]:
         if path is not None and storage.is_remote(path) and not args.enable_msc:
             problems.append(f"{flag} {path} is an object-store URL: add --enable-msc.")
     return problems
+
+
+def _sequence_problems(args: argparse.Namespace) -> list[str]:
+    cp_size = getattr(args, "context_parallel_size", 1)
+    seq_length = getattr(args, "seq_length", None)
+    if seq_length is None or cp_size == 1 or seq_length % (2 * cp_size) == 0:
+        return []
+    return [
+        f"--seq-length {seq_length} cannot be cut into {2 * cp_size} equal chunks, two for each of "
+        f"--context-parallel-size {cp_size}: choose a multiple of {2 * cp_size}, or another size."
+    ]
 
 
 def _weight_shards_beyond_tp(args: argparse.Namespace) -> bool:

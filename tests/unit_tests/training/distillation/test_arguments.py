@@ -198,6 +198,26 @@ def test_refused_on_both_sides(cache: Path, side: str, flags: str, named: str, r
 
 
 @pytest.mark.parametrize("side", ["save", "load"])
+@pytest.mark.parametrize(
+    ("seq_length", "cp_size", "chunks"), [(18, 2, 4), (4096, 3, 6), (2, 2, 4), (12, 4, 8)]
+)
+def test_sequence_that_cp_cannot_cut_is_refused(
+    cache: Path, side: str, seq_length: int, cp_size: int, chunks: int
+) -> None:
+    ours = f"--logits-save-dir out {SAVE}" if side == "save" else f"--logits-load-dir {cache}"
+    cut = f"--seq-length {seq_length} --context-parallel-size {cp_size}"
+    with pytest.raises(ValueError) as caught:
+        check_flags(parse(f"{ours} {cut}"))
+    message = str(caught.value)
+    for part in (f"--seq-length {seq_length}", f"{chunks} equal chunks", f"multiple of {chunks}"):
+        assert part in message
+    check_flags(
+        parse(f"{ours} --seq-length {seq_length * chunks} --context-parallel-size {cp_size}")
+    )
+    check_flags(parse(f"{ours} --seq-length {seq_length}"))
+
+
+@pytest.mark.parametrize("side", ["save", "load"])
 def test_linear_cross_entropy_fusion_is_refused(cache: Path, side: str) -> None:
     ours = f"--logits-save-dir out {SAVE}" if side == "save" else f"--logits-load-dir {cache}"
     args = parse(f"{ours} --cross-entropy-loss-fusion")
