@@ -114,6 +114,7 @@ class JobRunner:
         arguments: list[str],
         *,
         ranks: int = 1,
+        script: Path | None = None,
         record: Path | None = None,
         crosscheck: bool = False,
         succeeds: bool = True,
@@ -125,8 +126,9 @@ class JobRunner:
             name: Name of the job; names its output file.
             arguments: The command line after the script.
             ranks: Number of processes.
-            record: Where the recording script keeps logits or targets; None runs
-                ``pretrain_gpt.py`` itself.
+            script: The entry script. By default the recording one if *record* is given, and
+                ``pretrain_gpt.py`` itself otherwise.
+            record: Where the recording script keeps logits or targets.
             crosscheck: Also record the logits that the model returns when asked for no loss.
             succeeds: Whether the job must exit with 0; otherwise it must not.
             timeout: Seconds after which the job has failed.
@@ -134,7 +136,8 @@ class JobRunner:
         Raises:
             AssertionError: The job hung, or ended otherwise than expected.
         """
-        script = PRETRAIN_GPT if record is None else RECORDING_SCRIPT
+        if script is None:
+            script = PRETRAIN_GPT if record is None else RECORDING_SCRIPT
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
