@@ -46,6 +46,7 @@ from megatron.training.utils import (
     print_rank_0,
 )
 from runtime import cpu_mode
+from runtime.model_checks import check_spec
 
 SPIKY_LOSS_FACTOR = 10
 """A loss this many times above the largest seen is reported under ``--check-for-spiky-loss``."""
@@ -344,7 +345,8 @@ def run_pretraining(
         program_start: Wall-clock time at which the script was entered.
 
     Raises:
-        ValueError: The flags ask for something logits distillation cannot do.
+        ValueError: The flags ask for something logits distillation cannot do, or for a ``--spec``
+            that cannot be imported.
     """
     main_entry = time.time()
     cpu_mode.patch_trainer()
@@ -355,6 +357,7 @@ def run_pretraining(
         extra_args_provider=add_extra_args, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
     finalize_args(args)
+    check_spec(args.spec)
     model_config = model_config_from_args(args)
     if args.freeze_all_layers:
         model_config.pre_wrap_hooks.append(freeze_all_layers)

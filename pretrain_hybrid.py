@@ -11,7 +11,7 @@ from runtime.bootstrap import prepare_process
 prepare_process()
 
 if __name__ == "__main__":
-    from megatron.training.argument_utils import hybrid_config_from_args
     from pretrain_common import run_pretraining
+    from runtime.model_checks import checked_hybrid_config
 
-    run_pretraining(hybrid_config_from_args, program_start=_PROGRAM_START)
+    run_pretraining(checked_hybrid_config, program_start=_PROGRAM_START)
