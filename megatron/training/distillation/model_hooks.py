@@ -17,7 +17,8 @@ class OutputLayerTap:
     Args:
         model: A model with an ``output_layer`` whose output is logits ``(S, B, V / tp)``, alone or
             as the first item of a tuple.
-        mtp_num_layers: Number of multi-token prediction heads.
+        mtp_num_layers: Number of multi-token prediction heads. A hybrid model has those of its
+            layer pattern, whatever the flag says, and knows their number.
         on_logits: Called with the logits. Runs inside the forward pass.
     """
 
@@ -27,7 +28,7 @@ class OutputLayerTap:
         mtp_num_layers: int,
         on_logits: Callable[[torch.Tensor], None],
     ) -> None:
-        self._calls_before_main_head = mtp_num_layers
+        self._calls_before_main_head: int = getattr(model, "mtp_num_depths", mtp_num_layers)
         self._calls = 0
         self._on_logits = on_logits
         self._scale: Callable[[torch.Tensor], torch.Tensor] | None = getattr(

@@ -58,6 +58,18 @@ def test_tap_sees_what_the_model_returns(
         torch.testing.assert_close(tapped, logits, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("depths", [0, 2])
+def test_hybrid_model_has_the_heads_of_its_pattern(depths: int) -> None:
+    """Megatron only warns if --mtp-num-layers says otherwise, and builds what the pattern says."""
+    model = TinyModel(depths)
+    model.mtp_num_depths = depths
+    seen: list[torch.Tensor] = []
+    OutputLayerTap(model, 1, seen.append)
+    for step in range(3):
+        model(torch.full((1, 1, 2), float(step)))
+    assert [float(logits.max()) for logits in seen] == [0.0, 3.0, 6.0]
+
+
 def test_tap_ignores_evaluation_between_training_passes() -> None:
     model = TinyModel(mtp_num_layers=1)
     seen: list[torch.Tensor] = []
