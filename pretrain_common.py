@@ -43,6 +43,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
+    is_hybrid_model,
     print_rank_0,
 )
 from runtime import cpu_mode
@@ -318,6 +319,11 @@ def _packed_seq_params(batch: Batch) -> PackedSeqParams:
     padded = None if padded is None else padded[0]
     max_seqlen = int(batch["max_seqlen"].max().item())
     update_seqlen_stats_from_cu_seqlens(cu_seqlens)
+    total_tokens = None
+    if is_hybrid_model(get_args()):
+        # Mamba layers carry their state on into the next sequence unless every token has the
+        # number of its sequence, which the parameters derive from the total.
+        total_tokens = int((cu_seqlens if padded is None else padded)[-1].item())
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -326,6 +332,7 @@ def _packed_seq_params(batch: Batch) -> PackedSeqParams:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
+        total_tokens=total_tokens,
     )
 
 
