@@ -18,7 +18,8 @@ Map of the package, from the ground up:
   ``continuation`` keeps two dumps out of one directory.
 * ``shard_reader``: what comes back, as the values in ``targets``; ``shard_directory`` finds a
   sample's shard, ``row_assembly`` puts rows together, ``legacy`` translates format v1.
-* ``model_hooks``: how both sides get hold of a model's logits.
+* ``model_hooks``: how both sides get hold of a model's logits; ``packed_layout``: how samples lie
+  in them.
 * ``logits_saver``: the teacher side, attached to a model by the trainer.
 * ``cached_logits_loss``: the student side, attached to a model and called as its loss;
   ``target_stream`` feeds it from a loader process.

@@ -184,7 +184,7 @@ class RunSettings:
 
     micro_batch_size: int
     global_batch_size: int
-    seq_length: int | None
+    seq_length: int
     vocab_size: int | None
     mtp_num_layers: int
     identifiers: dict[str, Any]

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from megatron.training.distillation import arguments, parallel
 from megatron.training.distillation.errors import TeacherDataError, TeacherDataExhaustedError
 from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
+from megatron.training.distillation.packed_layout import is_packed, pack_samples
 from megatron.training.distillation.payload import TeacherRows
 from megatron.training.distillation.sparse_kl import sparse_kl, sparse_kl_share
 from megatron.training.distillation.target_stream import StreamOptions, TargetStream
@@ -78,7 +79,7 @@ class StudentLogitsCapture:
         return self._logits is not None and self._logits.data_ptr() == logits.data_ptr()
 
     def pop(self) -> torch.Tensor:
-        """Return the captured logits ``(S, B, V / tp)`` and forget them.
+        """Return the captured logits ``(S, B, V / tp)``, as the model made them, and forget them.
 
         Raises:
             RuntimeError: No training forward pass went through a hooked output layer.
@@ -177,17 +178,19 @@ class CachedLogitsKDLoss:
         pipeline stage, whose ranks agree there on whether the iteration has targets.
 
         Args:
-            student_logits: ``(S / cp, B, V / tp)``; never written to.
+            student_logits: ``(S / cp, B, V / tp)``, or ``(B * S, 1, V / tp)`` where the samples of
+                the microbatch are packed into one sequence; never written to.
             iteration: Iteration under a fixed global batch size; the trainer's position by default.
             microbatch_idx: Microbatch of the iteration; counted by default, and counted again when
                 a step is replayed.
 
         Returns:
-            ``(B, S / cp)`` fp32, the same on every TP rank; None where the iteration's data could
-            not be read and errors are ignored.
+            ``(B, S / cp)``, or ``(1, B * S)`` where the samples are packed; fp32, the same on every
+            TP rank. None where the iteration's data could not be read and errors are ignored.
 
         Raises:
             TeacherDataError: The iteration's data is missing, exhausted or damaged, on any rank.
+            ValueError: The logits are not those of a microbatch of this run.
         """
         position = self._resolve(iteration)
         if position != self._position:
@@ -200,19 +203,41 @@ class CachedLogitsKDLoss:
             microbatch_idx = self._next_microbatch % len(self._targets.microbatches)
             self._next_microbatch = microbatch_idx + 1
         rows = self._targets.microbatches[microbatch_idx]
-        device = student_logits.device
-        tail = rows.tail_logprob
+        values, indices, tail = self._like_logits(rows, student_logits)
         loss = sparse_kl(
             student_logits,
-            rows.values.to(device, non_blocking=True),
-            rows.indices.to(device, non_blocking=True),
-            tail_logprob=None if tail is None else tail.to(device, non_blocking=True),
+            values,
+            indices,
+            tail_logprob=tail,
             vocab_size=self._settings.vocab_size,
             tp_rank=self._layout.tp_rank,
             tp_size=self._layout.tp_size,
             tp_group=self._layout.tp_group,
         )
         return loss.transpose(0, 1).contiguous()
+
+    def _like_logits(
+        self, rows: TeacherRows, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return a microbatch's values, ids and tail on the device and in the layout of *logits*.
+
+        Raises:
+            ValueError: The logits are not those of these samples.
+        """
+        positions, micro_batch_size = rows.values.shape[:2]
+        packed = is_packed(
+            logits,
+            positions=positions,
+            micro_batch_size=micro_batch_size,
+            cp_size=self._layout.cp_size,
+        )
+
+        def place(part: torch.Tensor) -> torch.Tensor:
+            part = part.to(logits.device, non_blocking=True)
+            return pack_samples(part) if packed else part
+
+        tail = rows.tail_logprob
+        return place(rows.values), place(rows.indices), None if tail is None else place(tail)
 
     def _resolve(self, iteration: int | None) -> tuple[int, int]:
         """Return the iteration and its first global sample."""
@@ -298,8 +323,9 @@ class LossFuncCallable:
         Collective over TP and, at the first microbatch of an iteration, over the pipeline stage.
 
         Args:
-            loss_mask: ``(B, S / cp)``; tokens whose mask is 0 do not count, whatever their loss is.
-            output_tensor: Per-token LM losses ``(B, S / cp)``.
+            loss_mask: ``(B, S / cp)``, or ``(1, B * S)`` where the samples are packed; tokens whose
+                mask is 0 do not count, whatever their loss and their targets are.
+            output_tensor: Per-token LM losses, of the shape of *loss_mask*.
             model: The model, wrapped or not.
 
         Returns:

@@ -19,6 +19,7 @@ from megatron.training.distillation import arguments, parallel, storage
 from megatron.training.distillation.continuation import check_continues
 from megatron.training.distillation.errors import CacheIdentityError
 from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
+from megatron.training.distillation.packed_layout import is_packed, unpack_samples
 from megatron.training.distillation.shard_writer import IterationBuffer, write_batched_tar
 from megatron.training.distillation.teacher_topk import TeacherTopK, apply_top_p, teacher_topk
 from megatron.training.distillation.utils import (
@@ -174,17 +175,35 @@ class LogitsSaverHooks:
         self._kept_counts = []
 
     def _reduce(self, logits: torch.Tensor) -> TeacherTopK | None:
-        """Return the entries of one microbatch on TP rank 0, None elsewhere. Collective over TP."""
-        layout = self._layout
+        """Return the entries of one microbatch on TP rank 0, None elsewhere. Collective over TP.
+
+        The entries have one row per sample, ``(S / cp, B, K)``, in whichever layout the logits are.
+
+        Raises:
+            ValueError: The logits are not those of a microbatch of this run; on every TP rank.
+        """
+        layout, settings = self._layout, self._settings
+        packed = is_packed(
+            logits,
+            positions=settings.seq_length // layout.cp_size,
+            micro_batch_size=settings.micro_batch_size,
+            cp_size=layout.cp_size,
+        )
         entries = teacher_topk(
             logits,
             self.k,
-            vocab_size=self._settings.vocab_size,
+            vocab_size=settings.vocab_size,
             tp_rank=layout.tp_rank,
             tp_size=layout.tp_size,
             tp_group=layout.tp_group,
             tp_dst_rank=layout.tp_source,
         )
+        if entries is not None and packed:
+            entries = TeacherTopK(
+                logprobs=unpack_samples(entries.logprobs, settings.micro_batch_size),
+                indices=unpack_samples(entries.indices, settings.micro_batch_size),
+                tail_logprob=unpack_samples(entries.tail_logprob, settings.micro_batch_size),
+            )
         if entries is None or self.p is None:
             return entries
         entries, kept = apply_top_p(entries, self.p, self.min_k)

@@ -230,6 +230,72 @@ def test_linear_cross_entropy_fusion_is_refused(cache: Path, side: str) -> None:
     check_flags(args)
 
 
+SFT = "--sft --tokenizer-type SFTTokenizer --no-create-attention-mask-in-dataloader"
+PACKED_BY_DOCUMENT = "--dataloader-inter-document-masking"
+REFUSED_WHEN_PACKED = [
+    ("--sft --no-create-attention-mask-in-dataloader", ["is None: use SFTTokenizer"]),
+    (
+        "--sft --no-create-attention-mask-in-dataloader --tokenizer-type HuggingFaceTokenizer",
+        ["is HuggingFaceTokenizer: use SFTTokenizer"],
+    ),
+    (
+        "--sft --tokenizer-type SFTTokenizer",
+        ["add --no-create-attention-mask-in-dataloader"],
+    ),
+    (f"{SFT} --reset-position-ids", ["--reset-position-ids", "Leave it out"]),
+    (f"{SFT} --reset-attention-mask", ["--reset-attention-mask", "Leave it out"]),
+    (
+        f"{SFT} --context-parallel-size 2",
+        ["--sft with --context-parallel-size 2", "tokens differ", "Use --context-parallel-size 1"],
+    ),
+    (
+        f"{SFT} --pipeline-model-parallel-size 2 --micro-batch-size 4",
+        ["--sft with --pipeline-model-parallel-size 2 and --micro-batch-size 4"],
+    ),
+    (
+        f"{PACKED_BY_DOCUMENT} --context-parallel-size 2 --micro-batch-size 2",
+        [f"{PACKED_BY_DOCUMENT} with --context-parallel-size 2 and --micro-batch-size 2"],
+    ),
+    (
+        f"{PACKED_BY_DOCUMENT} --pipeline-model-parallel-size 2 --micro-batch-size 2",
+        [f"{PACKED_BY_DOCUMENT} with --pipeline-model-parallel-size 2 and --micro-batch-size 2"],
+    ),
+]
+
+
+@pytest.mark.parametrize("side", ["save", "load"])
+@pytest.mark.parametrize(("flags", "parts"), REFUSED_WHEN_PACKED)
+def test_refused_with_packed_sequences(
+    cache: Path, side: str, flags: str, parts: list[str]
+) -> None:
+    ours = f"--logits-save-dir out {SAVE}" if side == "save" else f"--logits-load-dir {cache}"
+    with pytest.raises(ValueError) as caught:
+        check_flags(parse(f"{ours} {flags}"))
+    message = str(caught.value)
+    assert message.count("\n  - ") == 1
+    for part in parts:
+        assert part in message
+    # A run without distillation is none of our business.
+    check_flags(parse(flags))
+
+
+@pytest.mark.parametrize("side", ["save", "load"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        SFT,
+        f"{SFT} --micro-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel",
+        f"{SFT} --pipeline-model-parallel-size 2",
+        f"{PACKED_BY_DOCUMENT} --micro-batch-size 4",
+        f"{PACKED_BY_DOCUMENT} --context-parallel-size 2",
+        "--context-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 4",
+    ],
+)
+def test_accepted_with_packed_sequences(cache: Path, side: str, flags: str) -> None:
+    ours = f"--logits-save-dir out {SAVE}" if side == "save" else f"--logits-load-dir {cache}"
+    check_flags(parse(f"{ours} {flags}"))
+
+
 @pytest.mark.parametrize("spelling", ["{cache}", "{cache}/", "{cache}/../cache", "{link}"], ids=str)
 def test_saving_and_loading_in_one_directory_is_refused(
     cache: Path, tmp_path: Path, spelling: str

@@ -279,6 +279,113 @@ def test_masked_positions_may_hold_anything(run: StubRun, alpha: float, poison: 
     assert (outcomes[1][2] is None) == (alpha == 1.0)
 
 
+def spoil(rows: TeacherRows, token: int, sample: int, poison: str) -> TeacherRows:
+    """The same targets but for one token, which gets what no teacher would have written."""
+    assert rows.tail_logprob is not None
+    values, ids, tail = rows.values.clone(), rows.indices.clone(), rows.tail_logprob.clone()
+    place = token, sample
+    if poison == "nan":
+        values[place], tail[place] = math.nan, math.nan
+    elif poison == "inf":
+        values[place], tail[place] = math.inf, math.inf
+    elif poison == "ids":
+        ids[place] = torch.tensor([2**31 - 1, -7, 131071])
+    elif poison == "large":
+        values[place], tail[place], ids[place] = 80.0, 80.0, torch.tensor([12, 0, 3])
+    return TeacherRows(values=values, indices=ids, tail_logprob=tail)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["side by side", "packed"])
+@pytest.mark.parametrize("poison", ["nan", "inf", "ids", "large"])
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_targets_of_masked_tokens_do_not_count(
+    run: StubRun, alpha: float, poison: str, packed: bool
+) -> None:
+    """Loss, report and gradient are bit for bit those of the teacher's own targets."""
+    batch, token, sample = 2, 1, 1
+    clean = rows_from(random_logits(7, batch))
+    mask = torch.ones(batch, SEQ)
+    mask[sample, token] = 0.0
+    outcomes = []
+    for rows in (clean, spoil(clean, token, sample, poison)):
+        assert rows is clean or not torch.equal(rows.values, clean.values) or poison == "ids"
+        loss_function = open_loss(kd_loss_alpha=alpha)
+        assert loss_function.kd_func is not None
+        give(loss_function.kd_func, targets(0, rows, rows))
+        model = attached_model()
+        given, batch_mask = random_logits(1, batch), mask
+        if packed:
+            given, batch_mask = joined(given), mask.reshape(1, -1)
+        given.requires_grad_()
+        losses = model(given, torch.zeros(batch_mask.shape, dtype=torch.long))
+        loss, num_tokens, report = loss_function(batch_mask, losses, model)
+        loss.backward()
+        assert num_tokens.item() == batch * SEQ - 1
+        assert given.grad is not None
+        outcomes.append((loss.detach(), given.grad, *report.values()))
+    assert all(part.isfinite().all() for part in outcomes[0])
+    for expected, found in zip(*outcomes, strict=True):
+        assert torch.equal(found, expected)
+
+
+# ---- packed sequences -------------------------------------------------------------------------
+
+
+def joined(logits: torch.Tensor) -> torch.Tensor:
+    """Lay the samples of ``(S, B, V)`` one after the other, as the trainer does under --sft."""
+    return torch.cat(list(logits.unbind(1)))[:, None]
+
+
+@pytest.mark.parametrize("with_tail", [True, False])
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_packed_samples_have_the_same_loss(run: StubRun, batch: int, with_tail: bool) -> None:
+    """Per token, in the order of the trainer's joined loss mask; and its gradient."""
+    rows = rows_from(random_logits(7, batch))
+    if not with_tail:
+        rows = replace(rows, tail_logprob=None)
+    kd_loss = CachedLogitsKDLoss("unused")
+    give(kd_loss, targets(0, rows, rows))
+    beside, packed = random_logits(1, batch), joined(random_logits(1, batch))
+    losses = []
+    for logits in (beside, packed):
+        logits.requires_grad_()
+        loss = kd_loss(logits)
+        assert loss is not None
+        loss.sum().backward()
+        losses.append(loss.detach())
+    assert losses[0].shape == (batch, SEQ)
+    assert losses[1].shape == (1, batch * SEQ)
+    assert torch.equal(losses[1], losses[0].reshape(1, -1))
+    assert beside.grad is not None
+    assert packed.grad is not None
+    assert torch.equal(packed.grad, joined(beside.grad))
+
+
+def test_packed_mask_selects_the_tokens_it_names(run: StubRun) -> None:
+    """Against float64 on the samples side by side, with a mask that differs per sample."""
+    batch = 2
+    rows = rows_from(random_logits(7, batch))
+    loss_function = open_loss()
+    assert loss_function.kd_func is not None
+    give(loss_function.kd_func, targets(0, rows))
+    mask = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    model = attached_model()
+    given = joined(random_logits(1, batch))
+    output = model(given, torch.zeros(1, batch * SEQ, dtype=torch.long))
+    loss, num_tokens, _ = loss_function(mask.reshape(1, -1), output, model)
+    assert num_tokens.item() == 3
+    expected = (dense_kl(random_logits(1, batch), rows) * mask).sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(SEQ, 1), (2 * SEQ, 2), (3 * SEQ, 1), (SEQ - 1, 2)])
+def test_logits_of_another_microbatch_are_refused(run: StubRun, shape: tuple[int, int]) -> None:
+    kd_loss = CachedLogitsKDLoss("unused")
+    give(kd_loss, targets(0, rows_from(random_logits(7, batch=2))))
+    with pytest.raises(ValueError, match=r"\(positions, samples\) = .*expected \(\d+, 2\), or"):
+        kd_loss(torch.zeros(*shape, PADDED))
+
+
 def test_evaluation_reports_the_lm_loss_only(run: StubRun) -> None:
     loss_function = LossFuncCallable("/nowhere")
     model = attached_model().eval()

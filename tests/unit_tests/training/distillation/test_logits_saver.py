@@ -176,6 +176,47 @@ def test_scaled_logits_are_recorded(run: StubRun, tmp_path: Path) -> None:
     check_rows(rows, 0.25 * torch.cat([random_logits(0), random_logits(1)], 1), 3)
 
 
+# ---- packed sequences -------------------------------------------------------------------------
+
+
+def joined(logits: torch.Tensor) -> torch.Tensor:
+    """Lay the samples of ``(S, B, V)`` one after the other, as the trainer does under --sft."""
+    return torch.cat(list(logits.unbind(1)))[:, None]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("p", [None, 0.8])
+def test_packed_samples_are_recorded_as_rows(
+    run: StubRun, tmp_path: Path, batch: int, p: float | None
+) -> None:
+    """The payload is that of the same samples side by side, to the last byte."""
+    run.settings = replace(SETTINGS, micro_batch_size=batch, global_batch_size=2 * batch)
+    payloads = []
+    for lay in (torch.clone, joined):
+        saver = LogitsSaverHooks(str(tmp_path), 5, p=p, save_dtype="fp32")
+        model = GivenLogitsModel(frozen=True)
+        saver.attach_hooks(model)
+        for seed in range(2):
+            logits = lay(random_logits(seed, batch))
+            losses = model(logits, torch.zeros(logits.shape[1::-1], dtype=torch.long))
+            assert losses.shape == logits.shape[1::-1]
+        payloads.append(saver.take_pending_data()[2])
+    assert payloads[0] == payloads[1]
+    assert len(run.scalars) == (0 if p is None else 2)
+    assert len({scalar[1] for scalar in run.scalars}) <= 1
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (3, 1), (8, 1)])
+def test_logits_of_another_microbatch_are_refused(
+    run: StubRun, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    model = GivenLogitsModel(frozen=True)
+    saver.attach_hooks(model)
+    with pytest.raises(ValueError, match=r"\(positions, samples\) = .*expected \(4, 1\)"):
+        model(torch.zeros(*shape, PADDED), torch.zeros(shape[::-1], dtype=torch.long))
+
+
 # ---- top-P ------------------------------------------------------------------------------------
 
 
