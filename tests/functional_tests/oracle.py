@@ -51,7 +51,7 @@ def labels_key(labels: torch.Tensor) -> bytes:
     return labels.contiguous().numpy().tobytes()
 
 
-SEQUENCE_DIMENSION = {"labels": 1, "logits": 0, "values": 0, "indices": 0, "tail": 0}
+SEQUENCE_DIMENSION = {"labels": 1, "loss_mask": 1, "logits": 0, "values": 0, "indices": 0, "tail": 0}
 
 
 def whole_sequences(records: Iterable[Record]) -> list[Record]:
@@ -231,7 +231,10 @@ def check_targets(oracle: DumpOracle, records: Iterable[Record]) -> Comparison:
 
 
 def distillation_losses(records: Sequence[Record]) -> list[float]:
-    """Return the mean loss of every iteration, in float64 from a student's logits and targets."""
+    """Return the mean loss of every iteration, in float64 from a student's logits and targets.
+
+    Tokens whose recorded loss mask is 0 do not count.
+    """
     targets = {
         (record["start"], record["microbatch"], record["dp_rank"]): record
         for record in whole_sequences(records)
@@ -252,5 +255,6 @@ def distillation_losses(records: Sequence[Record]) -> list[float]:
         teacher_tail = record["tail"].double()
         rest = teacher_tail.exp() * (teacher_tail - student_tail)
         rest = torch.where(teacher_tail == -math.inf, 0.0, rest)
-        losses.setdefault(place[0], []).append((inside + rest).flatten())
+        mask = record.get("loss_mask", torch.ones_like(record["labels"]))
+        losses.setdefault(place[0], []).append((inside + rest)[mask.T != 0])
     return [float(torch.cat(parts).mean()) for _, parts in sorted(losses.items())]

@@ -46,13 +46,27 @@ def load_records(directory: Path) -> list[Record]:
     """Return the records of all ranks of a job.
 
     Each is one microbatch of one rank: ``start`` (first sample of the batch), ``microbatch``,
-    ``dp_rank``, ``cp_rank``, ``tp_rank``, ``labels`` ``(B, S / cp)``, ``logits``
-    ``(S / cp, B, V / tp)`` and, if the step had targets, ``values`` and ``indices``
-    ``(S / cp, B, K)``, ``tail`` ``(S / cp, B)`` or None.
+    ``seq_length``, ``dp_rank``, ``cp_rank``, ``tp_rank``, ``labels`` ``(B, S / cp)``, ``logits``
+    ``(S / cp, B, V / tp)``, ``loss_mask`` ``(B, S / cp)`` if the model was given one and, if the
+    step had targets, ``values`` and ``indices`` ``(S / cp, B, K)``, ``tail`` ``(S / cp, B)`` or
+    None. Samples packed into one sequence come in the same shapes.
     """
     files = sorted(directory.glob("rank*.pt"))
     assert files, f"no rank wrote records to {directory}"
-    return [record for file in files for record in torch.load(file, weights_only=True)]
+    records = [record for file in files for record in torch.load(file, weights_only=True)]
+    for record in records:
+        _part_packed_samples(record, record["seq_length"])
+    return records
+
+
+def _part_packed_samples(record: Record, length: int) -> None:
+    """Put samples that the trainer joined to one sequence ``(1, B * S)`` side by side again."""
+    for name in ("labels", "loss_mask"):
+        if name in record:
+            record[name] = torch.cat(record[name].split(length, dim=1))
+    for name in ("logits", "values", "indices", "tail"):
+        if record.get(name) is not None:
+            record[name] = torch.cat(record[name].split(length), dim=1)
 
 
 @dataclass(kw_only=True)
@@ -131,6 +145,8 @@ def _record_model(model: torch.nn.Module, records: list[Record]) -> None:
             labels, logits = calls[-1]
             record = _new_record(records)
             record.update(labels=labels, logits=logits)
+            if kwargs.get("loss_mask") is not None:
+                record["loss_mask"] = kwargs["loss_mask"].clone()
             if os.environ.get(CROSSCHECK_VARIABLE):
                 record["returned_logits"] = _returned_logits(model, forward, args, kwargs)
         return output
@@ -144,6 +160,7 @@ def _new_record(records: list[Record]) -> Record:
     same_batch = records and records[-1]["start"] == start
     record = {
         "start": start,
+        "seq_length": get_args().seq_length,
         "microbatch": records[-1]["microbatch"] + 1 if same_batch else 0,
         "dp_rank": parallel_state.get_data_parallel_rank(),
         "cp_rank": parallel_state.get_context_parallel_rank(),
