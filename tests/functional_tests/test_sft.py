@@ -6,6 +6,7 @@ The dump has two samples per microbatch; one student has four, the other has one
 
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,19 +65,32 @@ class SftRuns:
 
 
 @pytest.fixture(scope="module")
-def sft(jobs: JobRunner) -> SftRuns:
-    place = jobs.directory / "sft"
-    place.mkdir()
+def place(jobs: JobRunner) -> Iterator[Path]:
+    """A directory for everything, also for what the jsonl reader keeps in the user's home."""
+    directory = jobs.directory / "sft"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(directory / "huggingface"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        directory.mkdir()
+        yield directory
+
+
+def common_arguments(place: Path) -> list[str]:
+    """Write the data set and return the flags of every run over it."""
     corpus = write_conversations(place / "conversations.jsonl", LINES)
-    common = [*MODEL, *OPTIMIZER, *RUN, "--data-path", str(corpus)]
+    arguments = [*MODEL, *OPTIMIZER, *RUN, "--data-path", str(corpus)]
     # The trainer stops at an SFT data set of no samples, which --eval-iters 0 would ask for.
-    common += ["--eval-iters", "1", "--eval-interval", "1000"]
-    common += shlex.split(
-        f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --sft "
-        f"--tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format {PROMPT_FORMAT} "
-        "--no-create-attention-mask-in-dataloader --tokenizer-model"
-    )
-    common += [str(write_tokenizer(place / "tokenizer"))]
+    arguments += ["--eval-iters", "1", "--eval-interval", "1000"]
+    arguments += ["--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)]
+    arguments += ["--sft", "--no-create-attention-mask-in-dataloader"]
+    arguments += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model"]
+    arguments += [str(write_tokenizer(place / "tokenizer"))]
+    return [*arguments, "--sft-tokenizer-prompt-format", PROMPT_FORMAT]
+
+
+@pytest.fixture(scope="module")
+def sft(jobs: JobRunner, place: Path) -> SftRuns:
+    common = common_arguments(place)
     teacher, save, cache = place / "teacher", place / "save", place / "cache"
     arguments = [*common, *batch(8, 8, 20), "--save", str(teacher)]
     jobs.run("sft-teacher", [*arguments, "--save-interval", "20"], script=SCRIPT)

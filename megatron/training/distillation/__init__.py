@@ -12,7 +12,7 @@ Map of the package, from the ground up:
 * ``storage``: local and ``msc://`` file verbs.
 * ``parallel``: ranks, sizes and groups as one value, and the collectives over them.
 * ``arguments``: the command-line flags, and frozen views of the global arguments;
-  ``argument_checks`` refuses what cannot work.
+  ``argument_checks`` refuses what cannot work, with ``packed_sequence_checks`` for ``--sft``.
 * ``teacher_topk``, ``sparse_kl``: the tensor work of teacher and student.
 * ``shard_writer``: what goes to storage; ``publication`` plans its file operations and
   ``continuation`` keeps two dumps out of one directory.

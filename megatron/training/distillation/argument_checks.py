@@ -6,6 +6,7 @@ import os
 
 from megatron.training.distillation import legacy, storage
 from megatron.training.distillation.arguments import SAVE_DTYPES, real_vocab_size
+from megatron.training.distillation.packed_sequence_checks import packed_sequence_problems
 from megatron.training.distillation.utils import MAX_VOCAB_SIZE, ShardName
 
 
@@ -25,7 +26,7 @@ def check_flags(args: argparse.Namespace) -> None:
         problems += _load_problems(args)
     if args.logits_save_dir is not None or args.logits_load_dir is not None:
         problems += _common_problems(args)
-        problems += _packed_sequence_problems(args)
+        problems += packed_sequence_problems(args)
     if problems:
         raise ValueError(
             "Logits distillation cannot run like this:\n  - " + "\n  - ".join(problems)
@@ -178,62 +179,6 @@ def _sequence_problems(args: argparse.Namespace) -> list[str]:
         f"--seq-length {seq_length} cannot be cut into {2 * cp_size} equal chunks, two for each of "
         f"--context-parallel-size {cp_size}: choose a multiple of {2 * cp_size}, or another size."
     ]
-
-
-def _packed_sequence_problems(args: argparse.Namespace) -> list[str]:
-    """List what goes wrong where a sample is a pack of sequences (thd layout)."""
-    sft = getattr(args, "sft", False)
-    if not sft and not getattr(args, "dataloader_inter_document_masking", False):
-        return []
-    named = "--sft" if sft else "--dataloader-inter-document-masking"
-    cp_size, pp_size = args.context_parallel_size, args.pipeline_model_parallel_size
-    mbs = args.micro_batch_size or 1
-    problems = _sft_problems(args) if sft else []
-    if sft and cp_size > 1:
-        problems.append(
-            f"--sft with --context-parallel-size {cp_size} is not supported: the data set pads "
-            "every conversation to a length that depends on the context-parallel size, so a "
-            "sample's tokens differ between layouts, and every conversation is sliced by itself. "
-            "Use --context-parallel-size 1 and more tensor parallelism."
-        )
-    elif cp_size > 1 and mbs > 1:
-        problems.append(
-            f"{named} with --context-parallel-size {cp_size} and --micro-batch-size {mbs} is not "
-            "supported: the samples of a microbatch are joined before they are sliced over the "
-            "context-parallel ranks. Use --micro-batch-size 1."
-        )
-    if pp_size > 1 and mbs > 1:
-        problems.append(
-            f"{named} with --pipeline-model-parallel-size {pp_size} and --micro-batch-size {mbs} "
-            "does not work: the samples of a microbatch are joined to one sequence, but the "
-            "pipeline hands them on side by side. Use --micro-batch-size 1."
-        )
-    return problems
-
-
-def _sft_problems(args: argparse.Namespace) -> list[str]:
-    """List the flags without which the SFT data set stops at its first sample."""
-    problems = []
-    if args.tokenizer_type != "SFTTokenizer":
-        problems.append(
-            f"--sft needs a tokenizer of conversations, but --tokenizer-type is "
-            f"{args.tokenizer_type}: use SFTTokenizer, with --tokenizer-model and "
-            "--sft-tokenizer-prompt-format."
-        )
-    if args.create_attention_mask_in_dataloader:
-        problems.append(
-            "--sft makes no attention mask: add --no-create-attention-mask-in-dataloader."
-        )
-    for flag, given in (
-        ("--reset-position-ids", args.reset_position_ids),
-        ("--reset-attention-mask", args.reset_attention_mask),
-    ):
-        if given:
-            problems.append(
-                f"{flag} does not go with --sft, whose conversations are separate anyway. Leave "
-                "it out."
-            )
-    return problems
 
 
 def _weight_shards_beyond_tp(args: argparse.Namespace) -> bool:

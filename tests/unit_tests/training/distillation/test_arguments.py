@@ -245,6 +245,12 @@ REFUSED_WHEN_PACKED = [
     (f"{SFT} --reset-position-ids", ["--reset-position-ids", "Leave it out"]),
     (f"{SFT} --reset-attention-mask", ["--reset-attention-mask", "Leave it out"]),
     (
+        f"{SFT} --eval-iters 0 --data-path corpus.jsonl",
+        ["--eval-iters 0", "add --split 100,0,0"],
+    ),
+    (f"{SFT} --eval-iters 0 --data-path x --split 98,0,2", ["add --split 100,0,0"]),
+    (f"{SFT} --eval-iters 0 --train-data-path x --valid-data-path y", ["evaluate at least once"]),
+    (
         f"{SFT} --context-parallel-size 2",
         ["--sft with --context-parallel-size 2", "tokens differ", "Use --context-parallel-size 1"],
     ),
@@ -286,6 +292,10 @@ def test_refused_with_packed_sequences(
         SFT,
         f"{SFT} --micro-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel",
         f"{SFT} --pipeline-model-parallel-size 2",
+        f"{SFT} --eval-iters 0 --data-path corpus.jsonl --split 100,0,0",
+        f"{SFT} --eval-iters 0 --data-path corpus.jsonl --split 1",
+        f"{SFT} --eval-iters 0 --train-data-path x",
+        f"{SFT} --eval-iters 1 --data-path corpus.jsonl",
         f"{PACKED_BY_DOCUMENT} --micro-batch-size 4",
         f"{PACKED_BY_DOCUMENT} --context-parallel-size 2",
         "--context-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 4",
