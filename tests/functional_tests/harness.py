@@ -119,7 +119,6 @@ class JobRunner:
         crosscheck: bool = False,
         succeeds: bool = True,
         timeout: float = 120.0,
-        script: Path | None = None,
     ) -> JobResult:
         """Run the trainer and wait for it.
 
@@ -133,7 +132,6 @@ class JobRunner:
             crosscheck: Also record the logits that the model returns when asked for no loss.
             succeeds: Whether the job must exit with 0; otherwise it must not.
             timeout: Seconds after which the job has failed.
-            script: Path of the entry script, instead of the one that *record* chooses.
 
         Raises:
             AssertionError: The job hung, or ended otherwise than expected.

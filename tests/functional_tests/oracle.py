@@ -51,7 +51,14 @@ def labels_key(labels: torch.Tensor) -> bytes:
     return labels.contiguous().numpy().tobytes()
 
 
-SEQUENCE_DIMENSION = {"labels": 1, "loss_mask": 1, "logits": 0, "values": 0, "indices": 0, "tail": 0}
+SEQUENCE_DIMENSION = {
+    "labels": 1,
+    "loss_mask": 1,
+    "logits": 0,
+    "values": 0,
+    "indices": 0,
+    "tail": 0,
+}
 
 
 def whole_sequences(records: Iterable[Record]) -> list[Record]:
