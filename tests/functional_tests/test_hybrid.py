@@ -130,15 +130,16 @@ class HybridWorkshop(Workshop):
     def _make_student(self, name: str) -> StudentRun:
         case = STUDENTS[name].case
         place = self.directory / ("student-" + name.replace(" ", "-"))
+        record = place / "record"
         arguments = self.student_arguments(case, self.dump(case.dump).cache)
         job = self.jobs.run(
             f"hybrid-{place.name}",
             arguments,
             ranks=case.ranks,
             script=SCRIPT,
-            record=place / "record",
+            record=record,
         )
-        return StudentRun(job=job, save=place / "save", records=load_records(place / "record"))
+        return StudentRun(job=job, save=place / "save", record=record, records=load_records(record))
 
 
 @pytest.fixture(scope="module")
