@@ -23,7 +23,7 @@ from tests.functional_tests.cases import (
     Workshop,
 )
 from tests.functional_tests.checkpoints import latest_iteration, load_weights
-from tests.functional_tests.harness import NO_EVALUATION, REPOSITORY_ROOT, batch
+from tests.functional_tests.harness import NO_EVALUATION, batch
 from tests.functional_tests.oracle import (
     DumpOracle,
     DumpSettings,
@@ -35,7 +35,6 @@ from tests.functional_tests.recorders import load_records
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).resolve().parent / "pretrain_hybrid_recorded.py"
-PRETRAIN_HYBRID = REPOSITORY_ROOT / "pretrain_hybrid.py"
 PATTERN = "--hybrid-layer-pattern"
 HYBRID = shlex.split(
     "--spec tests.functional_tests.parts.hybrid_spec local_hybrid_stack_spec "
