@@ -8,6 +8,7 @@ background thread. ``save_checkpoint`` takes what has been collected and queues 
 checkpoint's own, so a checkpoint is confirmed only when its logits are on disk.
 """
 
+import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -162,6 +163,15 @@ class LogitsSaverHooks:
         """
         position = arguments.current_position()
         if self._iteration_start != position.start_sample:
+            if self._microbatches:
+                logger.warning(
+                    "The batch that starts at sample %s is not recorded: %d of its %d microbatches "
+                    "passed the output layer before training went on at sample %d.",
+                    self._iteration_start,
+                    len(self._microbatches),
+                    position.num_microbatches,
+                    position.start_sample,
+                )
             self._iteration_start = position.start_sample
             self._forget_iteration()
         self._microbatches.append(self._reduce(logits))
@@ -264,6 +274,14 @@ class LogitsSaverHooks:
         msc_enabled = MultiStorageClientFeature.is_enabled()
         if not iterations:
             return "", self._meta_bytes, [], msc_enabled
+        for before, after in itertools.pairwise(iterations):
+            if before.end != after.start:
+                logger.warning(
+                    "Samples %d to %d are not recorded: training passed over them, or they did not "
+                    "pass the model's output layer.",
+                    before.end,
+                    after.start - 1,
+                )
         name = ShardName(self._layout.dp_rank, iterations[0].start, iterations[-1].end)
         members = [(iteration.member_name, iteration.payload) for iteration in iterations]
         path = storage.join(self.save_dir, str(name))

@@ -133,7 +133,9 @@ class RowAssembler:
                     self._trim_warned = True
                     logger.warning(
                         "The teacher sequences in %s have %d tokens, the student's %d: trimming "
-                        "them to their first %d tokens.",
+                        "them to their first %d tokens. That is right only where a sample begins "
+                        "with the same token in both runs; Megatron's GPTDataset cuts its "
+                        "documents into other samples when --seq-length differs.",
                         self._cache,
                         stored,
                         needed,

@@ -146,7 +146,9 @@ def test_replayed_step_replaces_the_iteration(run: StubRun, tmp_path: Path) -> N
     check_rows(rows, torch.cat([random_logits(2), random_logits(3)], 1), 3)
 
 
-def test_unfinished_iteration_is_never_handed_over(run: StubRun, tmp_path: Path) -> None:
+def test_unfinished_iteration_is_never_handed_over(
+    run: StubRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saver = LogitsSaverHooks(str(tmp_path), 3, save_dtype="fp32")
     model = GivenLogitsModel()
     saver.attach_hooks(model)
@@ -158,6 +160,23 @@ def test_unfinished_iteration_is_never_handed_over(run: StubRun, tmp_path: Path)
     rows = pending(saver)
     assert list(rows) == ["2-4.pt.zst"]
     check_rows(rows["2-4.pt.zst"], torch.cat([random_logits(1), random_logits(2)], 1), 3)
+    (warning,) = caplog.messages
+    assert "starts at sample 0 is not recorded: 1 of its 2 microbatches" in warning
+    assert "sample 2" in warning
+
+
+def test_iterations_that_are_passed_over_are_told(
+    run: StubRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    for start in (0, 2, 8):
+        run.move_to(start)
+        forward(model, random_logits(0), random_logits(1))
+    assert list(pending(saver)) == ["0-2.pt.zst", "2-4.pt.zst", "8-10.pt.zst"]
+    (warning,) = caplog.messages
+    assert "Samples 4 to 7 are not recorded" in warning
 
 
 class _ScaledModel(GivenLogitsModel):
