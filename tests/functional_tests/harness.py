@@ -6,15 +6,17 @@ expected raises AssertionError with the rank that failed first and the end of it
 """
 
 import itertools
+import multiprocessing
 import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from torch.distributed import run as torchrun
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN_GPT = REPOSITORY_ROOT / "pretrain_gpt.py"
@@ -43,6 +45,10 @@ _ENTRY = re.compile(r"([A-Za-z][\w\- ]*?): +([-+\d.naif]+(?:E[-+]\d+)?)\s*\|", r
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: +(\d+)", re.DOTALL)
 _TAIL_LINES = 60
 _SHUTDOWN_SECONDS = 20.0
+
+# torchrun is forked from a process that has imported it: seconds less per job.
+_launchers = multiprocessing.get_context("forkserver")
+_launchers.set_forkserver_preload(["torch.distributed.run"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,31 +155,22 @@ class JobRunner:
             environment[RECORD_DIR_VARIABLE] = str(record)
         if crosscheck:
             environment[CROSSCHECK_VARIABLE] = "1"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--tee", "3"]
-        command += ["--log-dir", str(self.directory / "torchrun"), "--nproc-per-node", str(ranks)]
-        command += [str(script), *arguments]
+        command = ["--standalone", "--tee", "3", "--nproc-per-node", str(ranks)]
+        command += ["--log-dir", str(self.directory / "torchrun"), str(script), *arguments]
         output = self.directory / f"{name}.log"
         began = time.monotonic()
-        with output.open("w") as stream:
-            stream.write(" ".join(command) + "\n")
-            stream.flush()
-            process = subprocess.Popen(
-                command,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                cwd=REPOSITORY_ROOT,
-                env=environment,
-                start_new_session=True,
-            )
-            returncode = None
-            try:
-                returncode = process.wait(timeout)
-            except subprocess.TimeoutExpired:
+        launcher = _launchers.Process(target=_torchrun, args=(command, environment, output))
+        launcher.start()
+        returncode = None
+        try:
+            launcher.join(timeout)
+            returncode = launcher.exitcode
+            if returncode is None:
                 # Before torchrun adds how it was ended.
                 tail = "\n".join(output.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-            finally:
-                if returncode is None:
-                    _end(process)
+        finally:
+            if returncode is None:
+                _end(launcher)
         seconds = time.monotonic() - began
         log = output.read_text(errors="replace")
         if returncode is None:
@@ -189,14 +186,28 @@ class JobRunner:
         return result
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _torchrun(arguments: list[str], environment: dict[str, str], output: Path) -> None:
+    """Be torchrun: leader of a session, with everything printed to *output*."""
+    os.setsid()
+    with output.open("w") as stream:
+        stream.write(shlex.join(["torchrun", *arguments]) + "\n")
+        stream.flush()
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(REPOSITORY_ROOT)
+    torchrun.main(arguments)
+
+
+def _end(launcher: BaseProcess) -> None:
     """End torchrun, which ends its ranks, or else all of its process group."""
-    process.terminate()
-    try:
-        process.wait(_SHUTDOWN_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    launcher.terminate()
+    launcher.join(_SHUTDOWN_SECONDS)
+    if launcher.exitcode is None:
+        assert launcher.pid is not None
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.join()
 
 
 def batch(micro: int, global_: int, iterations: int) -> list[str]:
