@@ -9,7 +9,8 @@ Map of the package, from the ground up:
 * ``errors``: one named error per way in which a cache can be wrong.
 * ``utils``, ``payload``: the shared contract, pure. Tar format and resharding arithmetic; index bit
   packing and the codec.
-* ``storage``: local and ``msc://`` file verbs.
+* ``storage``: local and ``msc://`` file verbs; ``object_store`` has those of the multi-storage
+  client, and ``store_errors`` and ``storage_retry`` decide what is tried again.
 * ``parallel``: ranks, sizes and groups as one value, and the collectives over them.
 * ``arguments``: the command-line flags, and frozen views of the global arguments;
   ``argument_checks`` refuses what cannot work, with ``packed_sequence_checks`` for ``--sft``.

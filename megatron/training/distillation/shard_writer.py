@@ -66,7 +66,9 @@ def write_batched_tar(
     name = ShardName.parse(basename)
     assert name is not None, path
     storage.makedirs(directory)
-    live = [old for old in map(ShardName.parse, storage.list_names(directory)) if old is not None]
+    # Of an object store with the shards of a thousand ranks, each writer lists its own.
+    names = storage.list_names(directory, f"dp{name.dp_rank}__")
+    live = [old for old in map(ShardName.parse, names) if old is not None]
     for step in plan_publication(name, live):
         match step:
             case Publish():

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few file verbs that work alike on local paths and on ``msc://`` URLs.
 
-A verb asks the multi-storage client if the path is remote and the operating system otherwise. The
-client is imported on first use, so local caches need neither the package nor its configuration.
+A verb asks the operating system if the path lies on a file system, and the object store otherwise.
+A URL whose profile is of type ``file`` lies on a file system: the client would write it without
+fsync and report a directory it cannot read as empty.
 """
 
 import contextlib
@@ -10,13 +11,16 @@ import errno
 import io
 import os
 from collections.abc import Callable
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
+
+from megatron.training.distillation import object_store
 
 _REMOTE_PREFIX = "msc://"
 
-ERRORS = (OSError, RuntimeError)
-"""What a local file system or the multi-storage client raises when a file cannot be reached."""
-# The suffixes of the cache format; this module imports no sibling, and a test holds them together.
+ERRORS = (OSError,)
+"""What a verb raises when a file cannot be reached, locally or in an object store."""
+# The suffixes of the cache format; the format's own module has them too, and a test holds them
+# together.
 STALE_SUFFIX = ".stale"
 TMP_SUFFIX = ".tmp"
 
@@ -34,30 +38,32 @@ def join(directory: str, name: str) -> str:
 
 
 def exists(path: str) -> bool:
-    """Return whether *path* is a file (or, locally, anything at all)."""
-    if is_remote(path):
-        return bool(_client().is_file(path))
-    return os.path.exists(path)
+    """Return whether *path* is an object in a store or, on a file system, anything at all."""
+    on_disk = _on_disk(path)
+    return object_store.exists(path) if on_disk is None else os.path.exists(on_disk)
 
 
 def makedirs(directory: str) -> None:
-    """Create a local directory and its parents; an object store needs no directories."""
-    if not is_remote(directory):
-        os.makedirs(directory, exist_ok=True)
+    """Create a directory and its parents; an object store needs no directories."""
+    on_disk = _on_disk(directory)
+    if on_disk is not None:
+        os.makedirs(on_disk, exist_ok=True)
 
 
-def list_names(directory: str) -> list[str]:
-    """Return the names of what lies directly in *directory*, sorted.
+def list_names(directory: str, prefix: str = "") -> list[str]:
+    """Return the names of what lies directly in *directory*, sorted; only those with *prefix*.
+
+    An object store is asked for no more than the prefix; a file system always reads the directory.
 
     Raises:
-        OSError: A local directory is missing or unreadable; the error names it. A prefix that does
-            not exist in an object store is empty.
+        OSError: A directory is missing or unreadable; the error names it. One that does not exist
+            in an object store is empty.
     """
-    if is_remote(directory):
-        found = _client().list(directory.rstrip("/") + "/", include_directories=True)
-        return sorted(item.key.rstrip("/").rpartition("/")[2] for item in found)
+    on_disk = _on_disk(directory)
+    if on_disk is None:
+        return sorted(object_store.list_names(directory, prefix))
     try:
-        return sorted(os.listdir(directory))
+        return sorted(name for name in os.listdir(on_disk) if name.startswith(prefix))
     except OSError as error:
         raise _located(error, "cannot list the directory", directory) from error
 
@@ -66,36 +72,38 @@ def open_read(path: str) -> BinaryIO:
     """Open *path* for reading at any position.
 
     Local files are unbuffered: a header costs 512 bytes, and ``read`` may return less than asked.
-    A remote object starts to download in the background, so opening a few ahead prefetches them.
+    A remote object begins to download in the background, so opening a few ahead prefetches them;
+    its errors surface when it is read.
     """
-    if is_remote(path):
-        return cast(BinaryIO, _client().open(path, "rb", prefetch_file=True))
-    return cast(BinaryIO, open(path, "rb", buffering=0))
+    on_disk = _on_disk(path)
+    if on_disk is None:
+        return cast(BinaryIO, object_store.RemoteReader(path))
+    return cast(BinaryIO, open(on_disk, "rb", buffering=0))
 
 
 def publish(path: str, write: Callable[[BinaryIO], None]) -> None:
     """Make what *write* puts into the stream appear at *path* whole, or not at all.
 
     A local file is written beside its place under ``.tmp``, fsynced and renamed over *path*; then
-    the directory is fsynced. A remote object is collected in memory and uploaded once.
+    the directory is fsynced. A remote object is collected in memory and uploaded at once.
 
     Raises:
         OSError: The write failed; the error names *path*, which is unchanged.
     """
-    if is_remote(path):
+    on_disk = _on_disk(path)
+    if on_disk is None:
         content = io.BytesIO()
         write(content)
-        content.seek(0)
-        _client().upload_file(path, content)
+        object_store.upload(path, content.getvalue())
         return
-    temporary = path + TMP_SUFFIX
+    temporary = on_disk + TMP_SUFFIX
     try:
         with open(temporary, "wb") as stream:
             write(stream)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, path)
-        _fsync_directory(os.path.dirname(path) or ".")
+        os.replace(temporary, on_disk)
+        _fsync_directory(os.path.dirname(on_disk) or ".")
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -112,25 +120,17 @@ def set_aside(path: str) -> str:
     while exists(target):
         number += 1
         target = f"{root}.{number}{extension}{STALE_SUFFIX}"
-    if is_remote(path):  # object stores cannot rename
-        client, source_key = _client().resolve_storage_client(path)
-        _, target_key = _client().resolve_storage_client(target)
-        client.copy(source_key, target_key)
-        client.delete(source_key)
+    on_disk, target_on_disk = _on_disk(path), _on_disk(target)
+    if on_disk is None or target_on_disk is None:
+        object_store.move(path, target)
     else:
-        os.rename(path, target)
+        os.rename(on_disk, target_on_disk)
     return target
 
 
-def _client() -> Any:
-    try:
-        import multistorageclient
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "A path starts with msc://, but the multistorageclient package is not installed. "
-            "Install multi-storage-client, or give a local path."
-        ) from error
-    return multistorageclient
+def _on_disk(path: str) -> str | None:
+    """Return where *path* lies on a file system, or None if it is in an object store."""
+    return object_store.local_path(path) if is_remote(path) else path
 
 
 def _fsync_directory(directory: str) -> None:
