@@ -89,21 +89,10 @@ def _load_problems(args: argparse.Namespace) -> list[str]:
             f"--logits-load-msc-prefetch-depth is {args.logits_load_msc_prefetch_depth}: give 0 or "
             "more."
         )
-    try:
-        names = storage.list_names(args.logits_load_dir)
-    except OSError as error:
-        problems.append(
-            f"--logits-load-dir {args.logits_load_dir} cannot be read ({error}): give the "
-            "directory a teacher wrote with --logits-save-dir."
-        )
-    else:
-        shards = [name for name in names if ShardName.parse(name) or legacy.is_shard_name(name)]
-        if not args.logits_load_ignore_errors and not shards:
-            problems.append(
-                f"--logits-load-dir {args.logits_load_dir} holds no shard named like "
-                f"dp0__0-1024.tar among its {len(names)} entries: give the directory a teacher "
-                "wrote with --logits-save-dir."
-            )
+    if _is_rank_0():
+        # A thousand ranks would list the directory at one moment. The launcher ends the others
+        # with rank 0, and before the first step one rank of the stage lists it again for them.
+        problems += _listing_problems(args)
     if args.logits_save_dir is not None and _same_directory(
         args.logits_save_dir, args.logits_load_dir
     ):
@@ -112,6 +101,22 @@ def _load_problems(args: argparse.Namespace) -> list[str]:
             f"({args.logits_load_dir}): save to another one."
         )
     return problems
+
+
+def _listing_problems(args: argparse.Namespace) -> list[str]:
+    directory = f"--logits-load-dir {args.logits_load_dir}"
+    advice = "give the directory a teacher wrote with --logits-save-dir."
+    try:
+        names = storage.list_names(args.logits_load_dir)
+    except storage.ERRORS as error:
+        return [f"{directory} cannot be read ({error}): {advice}"]
+    shards = [name for name in names if ShardName.parse(name) or legacy.is_shard_name(name)]
+    if args.logits_load_ignore_errors or shards:
+        return []
+    return [
+        f"{directory} holds no shard named like dp0__0-1024.tar among its {len(names)} entries: "
+        f"{advice}"
+    ]
 
 
 def _common_problems(args: argparse.Namespace) -> list[str]:
@@ -253,6 +258,10 @@ def _require_teacher_checkpoint(args: argparse.Namespace) -> None:
         )
 
 
+def _is_rank_0() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def _note(message: str) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
+    if _is_rank_0():
         print(f"> {message}", flush=True)

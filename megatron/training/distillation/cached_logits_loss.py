@@ -15,8 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from megatron.training.distillation import arguments, parallel
-from megatron.training.distillation.errors import TeacherDataError, TeacherDataExhaustedError
+from megatron.training.distillation import arguments, parallel, storage
+from megatron.training.distillation.errors import (
+    TeacherDataError,
+    TeacherDataExhaustedError,
+    TeacherDataMissingError,
+)
 from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
 from megatron.training.distillation.packed_layout import is_packed, pack_samples
 from megatron.training.distillation.payload import TeacherRows
@@ -32,6 +36,9 @@ from megatron.training.global_vars import get_args
 logger = logging.getLogger(__name__)
 
 TeacherIteration = tuple[int, list[torch.Tensor], list[torch.Tensor]]
+
+# What a rank can say of an iteration; the largest counts.
+_READ, _UNREADABLE, _ABSENT, _FATAL = range(4)
 
 # The loss function is called without the capture, so one reference has to live here.
 _active_capture: "StudentLogitsCapture | None" = None
@@ -162,6 +169,7 @@ class CachedLogitsKDLoss:
                 seq_length=self._settings.seq_length,
             ),
         )
+        self._has_listing = False
         self._position: tuple[int, int] | None = None
         self._targets: IterationTargets | None = None
         self._next_microbatch = 0
@@ -249,18 +257,29 @@ class CachedLogitsKDLoss:
     def _agree_on_targets(self, start_sample: int) -> IterationTargets | None:
         """Fetch an iteration's targets on this rank and agree on using them.
 
-        Collective over the pipeline stage: every rank must call.
+        Collective over TP x CP x DP of the stage: every rank must call. The directory is listed at
+        the first call, and again when the ranks agree that the targets are not there: a running
+        teacher may have written them since, or put their shard under another name.
+
+        Raises:
+            TeacherDataError: The targets cannot be used, or the directory cannot be listed.
         """
-        item = self._stream.iteration(start_sample)
-        severity, detail = 0, ""
-        if isinstance(item, IterationFailure):
-            severity = 2 if item.fatal else 1
-            detail = f"{type(item.error).__name__}: {item.error}"
-        worst, details = parallel.worst_over_stage(severity, detail, self._layout)
-        if worst == 0:
+        if not self._has_listing:
+            problem = self._agree_on_listing()
+            if problem:
+                raise TeacherDataError(problem)
+            self._has_listing = True
+        item, worst, details = self._fetch(start_sample)
+        if worst == _ABSENT:
+            problem = self._agree_on_listing()
+            if problem:
+                details = f"{details}\n{problem}"
+            else:
+                item, worst, details = self._fetch(start_sample)
+        if worst == _READ:
             assert isinstance(item, IterationTargets)
             return item
-        if worst == 1 and self._ignore_errors:
+        if worst != _FATAL and self._ignore_errors:
             self.skipped_iterations += 1
             if self._layout.speaks_for_stage:
                 logger.warning(
@@ -271,12 +290,54 @@ class CachedLogitsKDLoss:
                     details,
                 )
             return None
-        if isinstance(item, IterationFailure) and severity == worst:
+        if isinstance(item, IterationFailure) and _severity(item) == worst:
             raise item.error
         raise TeacherDataError(
             f"Another rank of this pipeline stage cannot read the teacher targets of the batch "
             f"that starts at sample {start_sample}:\n{details}"
         )
+
+    def _agree_on_listing(self) -> str:
+        """Have one rank list the directory and all ranks read what it found.
+
+        Collective over TP x CP x DP of the stage: every rank must call.
+
+        Returns:
+            Why the directory could not be listed, on every rank; empty if it was.
+        """
+        names: list[str] = []
+        problem = ""
+        if self._layout.speaks_for_stage:
+            try:
+                names = storage.list_names(self.logprobs_dir)
+            except storage.ERRORS as error:
+                problem = f"Cannot list the teacher data: {error}"
+        names, problem = parallel.from_speaker((names, problem), self._layout)
+        if not problem:
+            self._stream.use_listing(names)
+        return problem
+
+    def _fetch(self, start_sample: int) -> tuple[IterationTargets | IterationFailure, int, str]:
+        """Fetch an iteration's targets on this rank; return them, the worst case and its details.
+
+        Collective over TP x CP x DP of the stage: every rank must call.
+        """
+        item = self._stream.iteration(start_sample)
+        detail = ""
+        if isinstance(item, IterationFailure):
+            detail = f"{type(item.error).__name__}: {item.error}"
+        worst, details = parallel.worst_over_stage(_severity(item), detail, self._layout)
+        return item, worst, details
+
+
+def _severity(item: IterationTargets | IterationFailure) -> int:
+    """Return what this rank has to say of an iteration."""
+    if isinstance(item, IterationTargets):
+        return _READ
+    if item.fatal:
+        return _FATAL
+    absent = isinstance(item.error, TeacherDataMissingError | TeacherDataExhaustedError)
+    return _ABSENT if absent else _UNREADABLE
 
 
 class LossFuncCallable:

@@ -60,19 +60,23 @@ def is_shard_name(basename: str) -> bool:
     return _parse_name(basename) is not None
 
 
-def open_directory(path: str, layout: LoadLayout, start_sample: int) -> ShardDirectory:
-    """List a cache of either format, once. Shards of v2 hide those of v1 beside them.
+def open_directory(
+    path: str, layout: LoadLayout, start_sample: int, names: Sequence[str] | None = None
+) -> ShardDirectory:
+    """Find the shards of a cache of either format. Those of v2 hide those of v1 beside them.
 
     Args:
         path: Directory of the cache, a local path or ``msc://`` URL.
         layout: The student's batches, which a v1 cache must have been recorded with.
         start_sample: Where reading starts.
+        names: The directory's listing; None lists it here, once.
 
     Raises:
         OSError: The directory cannot be listed.
         TeacherLayoutError: It holds v1 shards only, and this layout or start does not suit them.
     """
-    names = storage.list_names(path)
+    if names is None:
+        names = storage.list_names(path)
     directory = ShardDirectory(path, names)
     if directory.shards or not any(map(is_shard_name, names)):
         return directory

@@ -101,6 +101,18 @@ def sum_over_stage(values: list[float], layout: ParallelLayout) -> list[float]:
     return total.tolist()
 
 
+def from_speaker[T](value: T, layout: ParallelLayout) -> T:
+    """Return the *value* of the rank that speaks for this pipeline stage; other ranks' are ignored.
+
+    Collective over TP x CP x DP of the stage: every rank must call.
+    """
+    box = [value]
+    # All of its ranks are 0, so it comes first in the group.
+    speaker = dist.get_global_rank(layout.stage_group, 0)
+    dist.broadcast_object_list(box, src=speaker, group=layout.stage_group)
+    return box[0]
+
+
 def worst_over_stage(code: int, detail: str, layout: ParallelLayout) -> tuple[int, str]:
     """Return the largest *code* over this pipeline stage, and what its ranks say of it.
 

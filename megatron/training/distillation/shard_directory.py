@@ -17,6 +17,7 @@ from megatron.training.distillation import storage
 from megatron.training.distillation.errors import (
     CacheFormatError,
     TeacherDataError,
+    TeacherDataMissingError,
     TeacherLayoutError,
 )
 from megatron.training.distillation.payload import PackedRows, decode_packed_rows
@@ -267,6 +268,8 @@ class OpenShard:
             raise
         except CacheFormatError as error:
             raise CacheFormatError(f"The {where} is damaged: {error}. {REPAIR_HINT}") from error
+        except FileNotFoundError as error:
+            raise TeacherDataMissingError(f"The {where} is no longer there: {error}") from error
         except storage.ERRORS as error:
             raise TeacherDataError(f"Cannot read {where}: {error}") from error
         expected = (member.end - member.start) // self.dp_size

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO
 
@@ -54,6 +54,8 @@ class TeacherRowReader:
             there are threads, and none with a single thread. Each holds this rank's decoded rows.
         msc_prefetch_depth: Following shards of an object store that start to download ahead, per
             saved DP rank. Without an MSC cache they are held in memory.
+        names: The directory's listing, which is then never renewed; None lists it at the start of a
+            pass, and again before a batch is reported missing.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class TeacherRowReader:
         decode_threads: int = 4,
         decode_lookahead: int | None = None,
         msc_prefetch_depth: int = 2,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.logprobs_dir = logprobs_dir
         self.layout = layout
@@ -74,6 +77,7 @@ class TeacherRowReader:
             decode_lookahead = self.decode_threads if self.decode_threads > 1 else 0
         self.decode_lookahead = max(0, decode_lookahead)
         self.msc_prefetch_depth = max(0, msc_prefetch_depth)
+        self.names = names
 
     def iterations(self, start_sample: int) -> Iterator[IterationTargets | IterationFailure]:
         """Yield one item per iteration of the student, from the one that starts at *start_sample*.
@@ -85,7 +89,7 @@ class TeacherRowReader:
         if start_sample < 0:
             raise ValueError(f"start_sample is {start_sample}, expected a sample number from 0 on.")
         try:
-            directory = open_directory(self.logprobs_dir, self.layout, start_sample)
+            directory = open_directory(self.logprobs_dir, self.layout, start_sample, self.names)
         except (CacheFormatError, *storage.ERRORS) as error:
             yield IterationFailure(start=start_sample, error=_portable(error), fatal=True)
             return
@@ -114,7 +118,7 @@ class _RowStream:
         self._next = start
         while True:
             error = self._work_ahead(self._reader.decode_lookahead)
-            if error is not None and not self._pending:
+            if error is not None and not self._pending and self._reader.names is None:
                 # Its turn has come, and a running teacher may have written it since.
                 error = self._relist() or self._work_ahead(0)
             item: IterationTargets | IterationFailure
@@ -260,6 +264,10 @@ class _RowStream:
                 except BaseException:
                     stream.close()
                     raise
+            except FileNotFoundError as error:
+                raise TeacherDataMissingError(
+                    f"Teacher shard {path} is no longer there: {error}"
+                ) from error
             except storage.ERRORS as error:
                 raise TeacherDataError(f"Cannot read teacher shard {path}: {error}") from error
             self._shards[name] = shard

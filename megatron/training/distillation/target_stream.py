@@ -6,8 +6,8 @@ its caller lets the ranks agree on what to do about a failure.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class StreamOptions:
         decode_threads: Threads that decode payloads ahead.
         decode_lookahead: Iterations decoded ahead; None chooses by the number of threads.
         msc_prefetch_depth: Whole shards fetched ahead from an object store.
+        names: The directory's listing; None has every reader list it for itself.
     """
 
     logprobs_dir: str
@@ -44,6 +45,7 @@ class StreamOptions:
     decode_threads: int
     decode_lookahead: int | None
     msc_prefetch_depth: int
+    names: Sequence[str] | None = None
 
     def reader(self, layout: LoadLayout) -> TeacherRowReader:
         """Open the cache for one load rank."""
@@ -54,6 +56,7 @@ class StreamOptions:
             decode_threads=self.decode_threads,
             decode_lookahead=self.decode_lookahead,
             msc_prefetch_depth=self.msc_prefetch_depth,
+            names=self.names,
         )
 
 
@@ -82,6 +85,11 @@ class TargetStream:
         self._layout = layout
         self._items: Iterator[IterationTargets | IterationFailure] | None = None
         self._next_start = 0
+
+    def use_listing(self, names: Sequence[str]) -> None:
+        """Read what this listing of the directory names; what is open is forgotten."""
+        self._options = replace(self._options, names=names)
+        self._items = None
 
     def iteration(self, start_sample: int) -> IterationTargets | IterationFailure:
         """Return the targets of the iteration that starts at *start_sample*, or why there are none.

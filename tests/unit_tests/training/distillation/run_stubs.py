@@ -55,6 +55,7 @@ class StubRun:
             return self
         patch.setattr(parallel, "worst_over_stage", lambda code, detail, layout: (code, detail))
         patch.setattr(parallel, "sum_over_stage", lambda values, layout: values)
+        patch.setattr(parallel, "from_speaker", lambda value, layout: value)
         return self
 
     def move_to(self, start_sample: int) -> None:

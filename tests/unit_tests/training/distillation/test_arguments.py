@@ -345,6 +345,26 @@ def test_unreadable_load_directory_is_refused(tmp_path: Path) -> None:
     assert "--logits-save-dir" in message
 
 
+def test_load_directory_is_listed_by_rank_0_only(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[str] = []
+    list_names = argument_checks.storage.list_names
+    monkeypatch.setattr(
+        argument_checks.storage, "list_names", lambda path: listed.append(path) or list_names(path)
+    )
+    monkeypatch.setenv("RANK", "3")
+    check_flags(parse(f"--logits-load-dir {cache}"))
+    check_flags(parse(f"--logits-load-dir {tmp_path}/missing"))
+    assert listed == []
+    # What the flags alone say is still checked everywhere.
+    with pytest.raises(ValueError, match=r"kd-loss-alpha is 2"):
+        check_flags(parse(f"--logits-load-dir {cache} --logits-load-kd-loss-alpha 2"))
+    monkeypatch.setenv("RANK", "0")
+    check_flags(parse(f"--logits-load-dir {cache}"))
+    assert listed == [str(cache)]
+
+
 def test_load_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()

@@ -3,6 +3,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,10 @@ class GivenTargets:
     def __init__(self, *items: IterationTargets | IterationFailure) -> None:
         self.items = {item.start: item for item in items}
         self.asked: list[int] = []
+        self.listings: list[Sequence[str]] = []
+
+    def use_listing(self, names: Sequence[str]) -> None:
+        self.listings.append(names)
 
     def iteration(self, start_sample: int) -> IterationTargets | IterationFailure:
         self.asked.append(start_sample)
@@ -99,6 +104,7 @@ class GivenTargets:
 def give(kd_loss: CachedLogitsKDLoss, *items: IterationTargets | IterationFailure) -> GivenTargets:
     stream = GivenTargets(*items)
     kd_loss._stream = stream  # type: ignore[assignment]
+    kd_loss._has_listing = True
     return stream
 
 
@@ -558,6 +564,9 @@ def test_targets_come_from_the_cache_by_sample(run: StubRun, tmp_path: Path) -> 
     run.settings = replace(SETTINGS, global_batch_size=4, seq_length=SEQ)
     run.layout = replace(run.layout, dp_rank=1, dp_size=2)
     kd_loss = CachedLogitsKDLoss(str(tmp_path))
+    # From rank 0, which lists for both.
+    kd_loss._stream.use_listing([path.name for path in tmp_path.iterdir()])
+    kd_loss._has_listing = True
     seen: list[list[int]] = []
     for start in (4, 8):
         run.move_to(start)

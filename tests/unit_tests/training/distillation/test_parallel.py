@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives of the package, on gloo groups of real processes."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
 from megatron.training.distillation.parallel import (
     ParallelLayout,
+    from_speaker,
     gather_sequence,
     sum_over_stage,
     worst_over_stage,
@@ -109,6 +112,19 @@ def _sum(rank: int, world_size: int) -> list[float]:
 def test_sum_over_stage() -> None:
     expected = [3.0, 3 * 2.0**40 + 3]
     assert run_ranks(3, _sum) == [expected] * 3
+
+
+def _from_speaker(rank: int, world_size: int) -> object:
+    # The stage of ranks 1 to 3, whose speaker is not global rank 0.
+    stages = [dist.new_group([0]), dist.new_group([1, 2, 3])]
+    place = replace(layout(rank, [0, 1, 2, 3]), stage_group=stages[rank > 0])
+    return from_speaker((rank, ["dp0__0-8.tar"], "" if rank else "error"), place)
+
+
+def test_all_ranks_get_what_the_speaker_of_their_stage_has() -> None:
+    own, *others = run_ranks(4, _from_speaker)
+    assert own == (0, ["dp0__0-8.tar"], "error")
+    assert others == [(1, ["dp0__0-8.tar"], "")] * 3
 
 
 def _worst(rank: int, world_size: int, codes: list[int], details: list[str]) -> tuple[int, str]:

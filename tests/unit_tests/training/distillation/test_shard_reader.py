@@ -449,6 +449,17 @@ def test_the_directory_is_listed_once_more_before_a_failure(tmp_path, monkeypatc
     assert len(listings) == 2
 
 
+def test_a_given_listing_is_not_renewed(tmp_path, monkeypatch):
+    write_cache(tmp_path, mbs=1, dp=1, members=even(16, 4))
+    monkeypatch.setattr(storage, "list_names", None)
+    items = read(tmp_path, layout(), names=["dp0__0-8.tar", "dp0__8-16.tar.stale", "notes"])
+    assert outcomes(items) == [(0, "ok"), (4, "ok"), (8, "TeacherDataExhaustedError")]
+    items = read(tmp_path, layout(), names=["dp0__0-8.tar", "dp0__8-16.tar", "dp0__16-24.tar"])
+    missing = (16, "TeacherDataMissingError"), (20, "TeacherDataMissingError")
+    assert outcomes(items)[4:] == [*missing, (24, "TeacherDataExhaustedError")]
+    assert "dp0__16-24.tar is no longer there" in str(items[5].error)
+
+
 def test_a_shard_replaced_by_a_longer_one_is_found(tmp_path):
     write_cache(tmp_path, mbs=1, dp=1, members=even(8, 4))
     reader = TeacherRowReader(str(tmp_path), layout(), expected_identifiers=None, decode_threads=1)

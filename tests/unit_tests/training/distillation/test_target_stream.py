@@ -166,6 +166,16 @@ def test_more_data_is_found_after_the_end(tmp_path: Path) -> None:
     assert samples(stream.iteration(12)) == [[12, 13], [14, 15]]
 
 
+def test_given_listing_decides_what_there_is(cache: Path) -> None:
+    stream = open_stream(cache)
+    stream.use_listing(["dp0__0-8.tar"])
+    samples(stream.iteration(4))
+    assert type(failure(stream.iteration(8)).error) is TeacherDataExhaustedError
+    assert type(failure(stream.iteration(8)).error) is TeacherDataExhaustedError
+    stream.use_listing(["dp0__0-8.tar", "dp0__8-16.tar"])
+    assert samples(stream.iteration(8)) == [[8, 9], [10, 11]]
+
+
 def test_another_runs_data_is_fatal(cache: Path) -> None:
     others = {**IDENTIFIERS, "seed": 2}
     failed = failure(open_stream(cache, identifiers=others).iteration(0))
