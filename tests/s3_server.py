@@ -26,7 +26,7 @@ BUCKET = "caches"
 _START_SECONDS = 20.0
 _STOP_SECONDS = 10.0
 # The server ends with its input, so it does not outlive a test process that is killed.
-_UNTIL_END_OF_INPUT = '"$@" & cat; kill $!; wait $!'
+_UNTIL_END_OF_INPUT = '"$@" & cat; kill -KILL $!; wait $!'
 
 
 class S3Server:

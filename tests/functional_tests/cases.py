@@ -209,7 +209,7 @@ class Workshop:
     def dump_arguments(
         self,
         case: Dump,
-        cache: Path,
+        cache: Path | str,
         save: Path,
         *,
         iterations: int = DUMP_ITERATIONS,
@@ -237,7 +237,7 @@ class Workshop:
         """Return the student *name* of STUDENTS."""
         return self._once(("student", name), lambda: self._make_student(name))
 
-    def student_arguments(self, case: Student, cache: Path) -> list[str]:
+    def student_arguments(self, case: Student, cache: Path | str) -> list[str]:
         """Return the command line of a student of *cache*."""
         arguments = [*self.common, *NO_EVALUATION, *case.batch, *case.flags.split()]
         arguments += ["--logits-load-dir", str(cache)]

@@ -12,6 +12,7 @@ import re
 import shlex
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -125,6 +126,7 @@ class JobRunner:
         crosscheck: bool = False,
         succeeds: bool = True,
         timeout: float = 120.0,
+        env: Mapping[str, str] | None = None,
     ) -> JobResult:
         """Run the trainer and wait for it.
 
@@ -138,6 +140,7 @@ class JobRunner:
             crosscheck: Also record the logits that the model returns when asked for no loss.
             succeeds: Whether the job must exit with 0; otherwise it must not.
             timeout: Seconds after which the job has failed.
+            env: Further environment variables.
 
         Raises:
             AssertionError: The job hung, or ended otherwise than expected.
@@ -149,6 +152,7 @@ class JobRunner:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(REPOSITORY_ROOT),
             "CUDA_VISIBLE_DEVICES": "",
+            **(env or {}),
         }
         if record is not None:
             record.mkdir(parents=True)
