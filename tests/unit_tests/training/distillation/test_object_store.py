@@ -8,28 +8,14 @@ import os
 import threading
 import time
 import traceback
-from typing import Any
 
 import pytest
 
 from megatron.training.distillation import object_store, storage, storage_retry
-from megatron.training.distillation.errors import TeacherDataError, TeacherDataExhaustedError
-from megatron.training.distillation.shard_reader import TeacherRowReader
 from megatron.training.distillation.store_errors import is_transient
-from megatron.training.distillation.targets import IterationFailure, LoadLayout
-from tests.unit_tests.training.distillation.cache_files import sample_of, write_shard
 
 botocore = pytest.importorskip("botocore.exceptions")
 multistorageclient = pytest.importorskip("multistorageclient")
-
-
-@pytest.fixture
-def server(s3_server, monkeypatch):
-    """The server, with the client's configuration in place; it runs again afterwards."""
-    monkeypatch.setenv("MSC_CONFIG", str(s3_server.config))
-    yield s3_server
-    if not s3_server.is_running:
-        s3_server.start()
 
 
 @pytest.fixture
@@ -46,25 +32,6 @@ def pauses(monkeypatch) -> list:
 
     monkeypatch.setattr(object_store, "retry", impatient)
     return actions
-
-
-@pytest.fixture
-def calls(monkeypatch) -> list:
-    """The S3 operations that are called, by name; put a name in front of ``fail`` to break it."""
-    from botocore.client import BaseClient
-
-    seen: list = []
-    original = BaseClient._make_api_call
-
-    def call(self, operation, parameters):
-        seen.append(operation)
-        if f"fail {operation}" in seen:
-            seen.remove(f"fail {operation}")
-            raise botocore.EndpointConnectionError(endpoint_url="http://gone")
-        return original(self, operation, parameters)
-
-    monkeypatch.setattr(BaseClient, "_make_api_call", call)
-    return seen
 
 
 def put(url: str, content: bytes) -> None:
@@ -382,83 +349,3 @@ def test_a_listing_asks_for_its_prefix_only(server, calls):
     # One look whether there is a directory, one page.
     assert calls == ["ListObjectsV2", "ListObjectsV2"]
     assert whole >= 5
-
-
-# ---- prefetching -------------------------------------------------------------------------------
-
-
-def fetched_whole(url: str, depth: int) -> tuple[Any, list[Any]]:
-    """Begin a student's pass over a cache and wait until nothing more is being fetched."""
-    reader = TeacherRowReader(
-        url,
-        LoadLayout(dp_rank=0, dp_size=1, mbs=1, gbs=4),
-        expected_identifiers=None,
-        decode_threads=1,
-        msc_prefetch_depth=depth,
-        names=storage.list_names(url),
-    )
-    items = reader.iterations(0)
-    first = next(items)
-    for thread in threading.enumerate():
-        if thread.name == "object-store-open":
-            thread.join(20)
-    return items, [first]
-
-
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_whole_shards_are_fetched_ahead_by_depth(server, monkeypatch, calls, depth):
-    """With the store gone after the first step, just what was fetched ahead can be trained on."""
-    name = f"prefetch-{depth}"
-    folder = server.objects / name
-    for start in range(0, 48, 8):
-        write_shard(folder, start, start + 8)
-    calls.clear()
-    items, found = fetched_whole(server.url(name), depth)
-    assert calls.count("GetObject") == 1 + depth
-    server.stop()
-    monkeypatch.setattr(storage_retry, "PATIENCE_SECONDS", 0.0)
-    # Two iterations to a shard.
-    for item in items:
-        found.append(item)
-        if isinstance(item, IterationFailure):
-            break
-    assert [item.start for item in found] == [4 * step for step in range(2 * (1 + depth) + 1)]
-    for item in found[:-1]:
-        assert [sample_of(rows.values) for rows in item.microbatches] == [
-            [item.start + row] for row in range(4)
-        ]
-    failure = found[-1]
-    assert isinstance(failure.error, TeacherDataError)
-    assert f"dp0__{failure.start}-{failure.start + 8}.tar" in str(failure.error)
-    items.close()
-
-
-def test_each_shard_is_fetched_once_and_closed_after_use(server, calls):
-    folder = server.objects / "prefetch-once"
-    for start in range(0, 48, 8):
-        write_shard(folder, start, start + 8)
-    calls.clear()
-    items, found = fetched_whole(server.url("prefetch-once"), 2)
-    found += items
-    assert len(found) == 13
-    assert isinstance(found[-1].error, TeacherDataExhaustedError)
-    assert calls.count("GetObject") == 6
-
-
-def test_clients_cache_holds_whole_shards_on_disk(server, tmp_path, monkeypatch, calls):
-    name = tmp_path.name.replace("_", "-")
-    config = {
-        "profiles": {name: {**server.profile(), "caching_enabled": True}},
-        "cache": {"size": "1G", "location": str(tmp_path / "cache")},
-    }
-    (tmp_path / "msc.json").write_text(json.dumps(config))
-    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
-    url = f"msc://{name}/{name}/x.tar"
-    put(url, CONTENT)
-    assert [get(url), get(url)] == [CONTENT, CONTENT]
-    assert calls.count("GetObject") == 1
-    held = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert len(CONTENT) in [path.stat().st_size for path in held]
-    # Written again by a resumed teacher: the object decides, not what is held.
-    put(url, CONTENT[::-1])
-    assert get(url) == CONTENT[::-1]

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures for caches on a real S3 server."""
+
+import pytest
+
+
+@pytest.fixture
+def server(s3_server, monkeypatch):
+    """The server, with the client's configuration in place; it runs again afterwards."""
+    monkeypatch.setenv("MSC_CONFIG", str(s3_server.config))
+    yield s3_server
+    if not s3_server.is_running:
+        s3_server.start()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list:
+    """The S3 operations that are called, by name; put a name in front of ``fail`` to break it."""
+    from botocore.client import BaseClient
+    from botocore.exceptions import EndpointConnectionError
+
+    seen: list = []
+    original = BaseClient._make_api_call
+
+    def call(self, operation, parameters):
+        seen.append(operation)
+        if f"fail {operation}" in seen:
+            seen.remove(f"fail {operation}")
+            raise EndpointConnectionError(endpoint_url="http://gone")
+        return original(self, operation, parameters)
+
+    monkeypatch.setattr(BaseClient, "_make_api_call", call)
+    return seen
