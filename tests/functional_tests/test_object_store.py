@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.functional_tests.caches import read_cache
 from tests.functional_tests.cases import DUMP_GLOBAL_BATCH, DUMPS, SAMPLES, Student, Workshop
 from tests.functional_tests.oracle import check_targets
 from tests.functional_tests.recorders import load_records
-from tests.functional_tests.test_teacher import read_cache
 from tests.s3_server import S3Server, file_profile
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
