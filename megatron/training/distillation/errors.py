@@ -13,6 +13,10 @@ class CacheIdentityError(ValueError):
     """A shard was recorded by a run over other data than the current one."""
 
 
+class LogitsWriteError(RuntimeError):
+    """A window of a dump could not be written."""
+
+
 class TeacherDataError(RuntimeError):
     """The teacher's rows of a batch cannot be served."""
 

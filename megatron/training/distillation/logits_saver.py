@@ -21,7 +21,7 @@ from megatron.training.distillation.continuation import check_continues
 from megatron.training.distillation.errors import CacheIdentityError
 from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
 from megatron.training.distillation.packed_layout import is_packed, unpack_samples
-from megatron.training.distillation.shard_writer import IterationBuffer, write_batched_tar
+from megatron.training.distillation.shard_writer import IterationBuffer
 from megatron.training.distillation.teacher_topk import TeacherTopK, apply_top_p, teacher_topk
 from megatron.training.distillation.utils import (
     INDEX_SENTINEL,
@@ -30,6 +30,7 @@ from megatron.training.distillation.utils import (
     ShardMeta,
     ShardName,
 )
+from megatron.training.distillation.write_watch import WriteWatch, write_and_report
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class LogitsSaverHooks:
         self._kept_counts: list[torch.Tensor] = []
 
         self._open_directory(meta)
+        self._watch = WriteWatch()
         global _active_saver
         _active_saver = self
 
@@ -260,7 +262,10 @@ class LogitsSaverHooks:
     #  Handing over
     # ------------------------------------------------------------------------------------------
 
-    _write_batched_tar = staticmethod(write_batched_tar)
+    @property
+    def _write_batched_tar(self) -> Callable[..., None]:
+        """What the checkpoint worker calls; picklable."""
+        return partial(write_and_report, self._watch.reports)
 
     def take_pending_data(self) -> tuple[str, bytes, list[tuple[str, bytes]], bool]:
         """Hand over what has been collected since the last call.
@@ -273,6 +278,7 @@ class LogitsSaverHooks:
         iterations = self._buffer.take()
         msc_enabled = MultiStorageClientFeature.is_enabled()
         if not iterations:
+            self._watch.hand_over("A window without samples of this rank")
             return "", self._meta_bytes, [], msc_enabled
         for before, after in itertools.pairwise(iterations):
             if before.end != after.start:
@@ -285,6 +291,7 @@ class LogitsSaverHooks:
         name = ShardName(self._layout.dp_rank, iterations[0].start, iterations[-1].end)
         members = [(iteration.member_name, iteration.payload) for iteration in iterations]
         path = storage.join(self.save_dir, str(name))
+        self._watch.hand_over(f"The window of samples {name.start} to {name.end - 1} ({path})")
         return path, self._meta_bytes, members, msc_enabled
 
 

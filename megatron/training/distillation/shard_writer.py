@@ -24,6 +24,7 @@ from megatron.training.distillation.publication import (
     SetAside,
     plan_publication,
 )
+from megatron.training.distillation.storage_retry import retry
 from megatron.training.distillation.utils import (
     ShardName,
     member_name,
@@ -45,7 +46,8 @@ def write_batched_tar(
     Live shards of the same DP rank end up disjoint: one whose samples all lie inside the new shard
     is set aside (``.stale``) before it appears, and one that sticks out keeps, under a new name,
     what it alone owns. A shard of the same name is replaced. A writer killed at any moment loses
-    nothing; the next one finishes what it had begun.
+    nothing; the next one finishes what it had begun. So does the next attempt, where a file system
+    fails with what may pass: it is told and tried again for a few minutes.
 
     Args:
         path: Where the shard goes; its basename is a :class:`ShardName`.
@@ -65,6 +67,23 @@ def write_batched_tar(
     directory, basename = os.path.split(path)
     name = ShardName.parse(basename)
     assert name is not None, path
+
+    def attempt() -> None:
+        _write_once(directory, name, meta_bytes, members)
+
+    retry(
+        attempt,
+        what=f"write {path}",
+        errors=(OSError,),
+        is_transient=lambda error: isinstance(error, OSError) and storage.is_transient(error, path),
+    )
+
+
+def _write_once(
+    directory: str, name: ShardName, meta_bytes: bytes, members: list[tuple[str, bytes]]
+) -> None:
+    """Take the steps that publish shard *name*, from what *directory* holds now."""
+    path = storage.join(directory, str(name))
     storage.makedirs(directory)
     # Of an object store with the shards of a thousand ranks, each writer lists its own.
     names = storage.list_names(directory, f"dp{name.dp_rank}__")

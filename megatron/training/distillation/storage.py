@@ -19,6 +19,32 @@ _REMOTE_PREFIX = "msc://"
 
 ERRORS = (OSError,)
 """What a verb raises when a file cannot be reached, locally or in an object store."""
+_TRANSIENT = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.EINTR,
+        errno.EIO,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EREMOTEIO,
+        errno.ESHUTDOWN,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+    }
+)
+"""What network file systems answer while a server fails over, and what a full disk answers until
+someone makes room."""
 # The suffixes of the cache format; the format's own module has them too, and a test holds them
 # together.
 STALE_SUFFIX = ".stale"
@@ -28,6 +54,14 @@ TMP_SUFFIX = ".tmp"
 def is_remote(path: str) -> bool:
     """Return whether *path* lies behind the multi-storage client."""
     return path.startswith(_REMOTE_PREFIX)
+
+
+def is_transient(error: OSError, path: str) -> bool:
+    """Return whether a file system may do in a moment what it has just refused.
+
+    Never of an object store: its verbs have tried again themselves.
+    """
+    return _on_disk(path) is not None and error.errno in _TRANSIENT
 
 
 def join(directory: str, name: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries an operation on an object store again while the store is away for a moment.
+"""Tries an operation again while an object store or a file system is away for a moment.
 
 Nothing here knows a store: what may be tried again is decided by the caller.
 """

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shard that the checkpoint worker writes, and the buffer that feeds it."""
 
+import errno
+import functools
 import io
+import itertools
 import json
+import os
 import pickle
+import re
 import tarfile
 import threading
 
@@ -11,7 +16,7 @@ import pytest
 import torch
 
 from megatron.core.msc_utils import MultiStorageClientFeature
-from megatron.training.distillation import shard_writer, storage
+from megatron.training.distillation import shard_writer, storage, storage_retry
 from megatron.training.distillation.shard_writer import IterationBuffer, write_batched_tar
 from megatron.training.distillation.utils import decode_teacher_rows, encode_logprobs_payload
 
@@ -50,6 +55,61 @@ def test_same_input_gives_the_same_bytes(tmp_path):
 def test_nothing_to_write(tmp_path):
     write_batched_tar("", META, [], False)
     write_batched_tar(str(tmp_path / "never" / "dp0__0-16.tar"), META, [], False)
+    assert names(tmp_path) == []
+
+
+class FailingDisk:
+    """Fails the next fsyncs with these error numbers, one each."""
+
+    def __init__(self, monkeypatch, *errors):
+        self.errors = list(errors)
+        self.pauses = []
+        fsync = os.fsync
+
+        def failing_fsync(descriptor):
+            if self.errors:
+                number = self.errors.pop(0)
+                raise OSError(number, os.strerror(number))
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", failing_fsync)
+        patient = functools.partial(storage_retry.retry, pause=self.pauses.append)
+        monkeypatch.setattr(shard_writer, "retry", patient)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EDQUOT])
+def test_what_may_pass_is_tried_again(tmp_path, monkeypatch, caplog, number):
+    disk = FailingDisk(monkeypatch, number, number)
+    old = tmp_path / "dp0__4-24.tar"
+    old.write_bytes(b"")
+    path = tmp_path / "dp0__0-16.tar"
+    write_batched_tar(str(path), META, MEMBERS, False)
+    assert disk.errors == []
+    assert len(disk.pauses) == 2
+    assert list(contents(path).items()) == [("_meta.json", META), *MEMBERS]
+    assert names(tmp_path) == ["dp0__0-16.tar", "dp0__4-24.tar.stale"]
+    told = [message for message in caplog.messages if "Trying again" in message]
+    assert len(told) == 2
+    assert all(str(path) in message and os.strerror(number) in message for message in told)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.EFBIG])
+def test_what_stays_wrong_is_raised_at_once(tmp_path, monkeypatch, number):
+    disk = FailingDisk(monkeypatch, number)
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))) as caught:
+        write_batched_tar(str(tmp_path / "dp0__0-16.tar"), META, MEMBERS, False)
+    assert caught.value.errno == number
+    assert disk.pauses == []
+    assert names(tmp_path) == []
+
+
+def test_full_disk_is_an_error_in_the_end(tmp_path, monkeypatch):
+    FailingDisk(monkeypatch, *[errno.ENOSPC] * 1000)
+    ticks = itertools.count(step=60.0)
+    patient = functools.partial(shard_writer.retry, clock=lambda: next(ticks))
+    monkeypatch.setattr(shard_writer, "retry", patient)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_batched_tar(str(tmp_path / "dp0__0-16.tar"), META, MEMBERS, False)
     assert names(tmp_path) == []
 
 
@@ -126,11 +186,11 @@ def test_a_failed_write_is_raised_and_leaves_the_old_shard(tmp_path, monkeypatch
     path = tmp_path / "dp0__0-16.tar"
     write_batched_tar(str(path), META, MEMBERS, False)
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    def too_large(*_):
+        raise OSError(errno.EFBIG, "File too large")
 
-    monkeypatch.setattr(shard_writer, "write_shard_tar", full)
-    with pytest.raises(OSError, match=r"No space left on device.*dp0__0-16.tar"):
+    monkeypatch.setattr(shard_writer, "write_shard_tar", too_large)
+    with pytest.raises(OSError, match=r"File too large.*dp0__0-16.tar"):
         write_batched_tar(str(path), META, MEMBERS[:1], False)
     assert len(contents(path)) == 3
     assert names(tmp_path) == ["dp0__0-16.tar"]

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends the job when a window of the dump cannot be written, instead of letting it wait for ever.
+
+Shards are written by the persistent checkpoint worker. An exception in one of its requests, or a
+kill, ends that process without a word to the trainer, which goes on training, never confirms
+another checkpoint and waits for the worker at its next one, or at its end. So the worker reports
+what becomes of every window, in a directory that both see, and a thread of the trainer looks at it
+and at the worker.
+
+Nothing here communicates between ranks: one process that ends makes the launcher end the job.
+"""
+
+import atexit
+import contextlib
+import os
+import select
+import shutil
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+from megatron.training.distillation.errors import LogitsWriteError
+from megatron.training.distillation.shard_writer import write_batched_tar
+
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReports:
+    """How the worker tells the trainer what becomes of its windows; picklable.
+
+    Attributes:
+        directory: A directory that only this trainer process and its worker use.
+        trainer: Process id of the trainer.
+    """
+
+    directory: Path
+    trainer: int
+
+    @property
+    def _worker(self) -> Path:
+        return self.directory / "worker"
+
+    @property
+    def _finished(self) -> Path:
+        return self.directory / "finished"
+
+    @property
+    def _failed(self) -> Path:
+        return self.directory / "failed"
+
+    def begin(self) -> None:
+        """Say which process writes."""
+        self._publish(self._worker, str(os.getpid()))
+
+    def finish(self) -> None:
+        """Count one more window that needs no attention."""
+        with self._finished.open("ab") as stream:
+            stream.write(b".")
+
+    def fail(self, reason: str) -> None:
+        """Say why a window could not be written."""
+        self._publish(self._failed, reason)
+
+    def worker(self) -> int | None:
+        """Return the process that writes, once it has begun a window."""
+        text = _read(self._worker)
+        return None if text is None else int(text)
+
+    def finished(self) -> int:
+        """Return how many windows need no more attention."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._finished.stat().st_size
+        return 0
+
+    def failure(self) -> str | None:
+        """Return why a window could not be written, if one could not."""
+        return _read(self._failed)
+
+    @staticmethod
+    def _publish(path: Path, text: str) -> None:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(text)
+        os.replace(temporary, path)
+
+
+def write_and_report(
+    reports: WriteReports,
+    path: str,
+    meta_bytes: bytes,
+    members: list[tuple[str, bytes]],
+    msc_enabled: bool = False,
+) -> None:
+    """Write one shard as :func:`write_batched_tar` does, and report what becomes of it.
+
+    In the trainer's own process nothing is reported: the caller gets the error.
+    """
+    if os.getpid() == reports.trainer:
+        try:
+            write_batched_tar(path, meta_bytes, members, msc_enabled)
+        finally:
+            reports.finish()
+        return
+    reports.begin()
+    try:
+        write_batched_tar(path, meta_bytes, members, msc_enabled)
+    except Exception as error:
+        reports.fail(f"{type(error).__name__}: {error}")
+        raise
+    reports.finish()
+
+
+class WriteWatch:
+    """Knows which windows the checkpoint worker has, and ends this process if one is lost.
+
+    Args:
+        end: Called with what happened, from the watching thread; does not return in a job.
+        poll_seconds: Time between two looks.
+    """
+
+    def __init__(
+        self,
+        end: Callable[[LogitsWriteError], None] | None = None,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="logits-writes-"))
+        self.reports = WriteReports(directory, os.getpid())
+        self._end = end_process if end is None else end
+        self._poll_seconds = poll_seconds
+        self._handed_over = 0
+        self._windows: deque[str] = deque()
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._worker_fd: int | None = None
+        self._lock = threading.Lock()
+        atexit.register(self.close)
+
+    def hand_over(self, window: str) -> None:
+        """Expect a report about one more window; *window* describes it in words."""
+        with self._lock:
+            self._handed_over += 1
+            self._windows.append(window)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="logits-write-watch", daemon=True
+                )
+                self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+        if self._worker_fd is not None:
+            os.close(self._worker_fd)
+            self._worker_fd = None
+        shutil.rmtree(self.reports.directory, ignore_errors=True)
+
+    def _run(self) -> None:
+        """Look until no window waits any more, or one is lost."""
+        while not self._stopped.wait(self._poll_seconds):
+            # Looked at first: a worker that has ended can have reported until then.
+            gone = self._worker_is_gone()
+            with self._lock:
+                window = self._oldest_waiting()
+                if window is None:
+                    self._thread = None
+                    return
+            error = self._loss(window, gone)
+            if error is not None:
+                self._end(error)
+                return
+
+    def _loss(self, window: str, gone: bool) -> LogitsWriteError | None:
+        """Return why *window*, the oldest that waits, will never be written; None if it may be."""
+        reason = self.reports.failure()
+        if reason is None and not gone:
+            return None
+        if reason is None:
+            reason = (
+                "the checkpoint worker process has ended before that. Its own output says why, or "
+                "it was killed, for example for want of memory"
+            )
+        return LogitsWriteError(
+            f"{window} of the logits dump could not be written: {reason}. The checkpoint of this "
+            "window is not confirmed: start the job again when the cause is gone, and it dumps the "
+            "window again."
+        )
+
+    def _oldest_waiting(self) -> str | None:
+        waiting = self._handed_over - self.reports.finished()
+        while len(self._windows) > max(waiting, 0):
+            self._windows.popleft()
+        return self._windows[0] if self._windows else None
+
+    def _worker_is_gone(self) -> bool:
+        """Return whether the worker was there and has ended."""
+        if self._worker_fd is None:
+            process = PersistentAsyncCaller._persistent_process
+            pid = self.reports.worker() or (process.pid if process is not None else None)
+            if pid is None:
+                return False
+            try:
+                self._worker_fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return True
+        # A process descriptor becomes readable when the process ends.
+        ended = select.poll()
+        ended.register(self._worker_fd, select.POLLIN)
+        return bool(ended.poll(0))
+
+
+def end_process(error: LogitsWriteError) -> None:
+    """End this process with status 1 at once, having said why.
+
+    The main thread may be waiting for the worker where no exception reaches it. The launcher is
+    told the reason as if it had been raised there.
+    """
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    get_error_handler().record_exception(error)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _read(path: Path) -> str | None:
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text()
+    return None

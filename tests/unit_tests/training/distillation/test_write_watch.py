@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A window that is lost ends the trainer's process; nothing else does. With real processes."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.distillation.errors import LogitsWriteError
+from megatron.training.distillation.write_watch import WriteReports, WriteWatch, write_and_report
+
+SECONDS = 20.0
+MEMBERS = [("0-4.pt.zst", b"payload")]
+META = b"{}"
+
+fork = multiprocessing.get_context("fork")
+
+
+class Ending:
+    """Stands in for the end of the process."""
+
+    def __init__(self) -> None:
+        self.errors: list[LogitsWriteError] = []
+        self._called = threading.Event()
+
+    def __call__(self, error: LogitsWriteError) -> None:
+        self.errors.append(error)
+        self._called.set()
+
+    def wait(self) -> str:
+        assert self._called.wait(SECONDS), "the watch has noticed nothing"
+        (error,) = self.errors
+        return str(error)
+
+
+@pytest.fixture
+def ending() -> Ending:
+    return Ending()
+
+
+@pytest.fixture
+def watch(ending: Ending) -> Iterator[WriteWatch]:
+    watch = WriteWatch(ending, poll_seconds=0.01)
+    yield watch
+    watch.close()
+
+
+def worker(target: Callable[..., None], *args: Any) -> Any:
+    process = fork.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def write_all(reports: WriteReports, paths: list[Path]) -> None:
+    for path in paths:
+        write_and_report(reports, str(path), META, MEMBERS)
+
+
+def begin_and_sleep(reports: WriteReports) -> None:
+    reports.begin()
+    time.sleep(SECONDS)
+
+
+def test_written_windows_end_nothing(watch: WriteWatch, ending: Ending, tmp_path: Path) -> None:
+    paths = [tmp_path / f"dp0__{start}-{start + 4}.tar" for start in (0, 4, 8)]
+    for path in paths:
+        watch.hand_over(path.name)
+    process = worker(write_all, watch.reports, paths)
+    process.join(SECONDS)
+    assert process.exitcode == 0
+    # The thread looks on while a window waits, and ends with the last of them.
+    until(lambda: "logits-write-watch" not in [thread.name for thread in threading.enumerate()])
+    assert ending.errors == []
+    assert all(path.exists() for path in paths)
+    # A later window is watched again.
+    watch.hand_over("the next")
+    process = worker(write_all, watch.reports, [Path("/proc/none/dp0__12-16.tar")])
+    assert "the next" in ending.wait()
+
+
+def test_failed_write_ends_the_process_and_names_the_window(
+    watch: WriteWatch, ending: Ending, tmp_path: Path
+) -> None:
+    written = tmp_path / "dp0__0-4.tar"
+    blocked = tmp_path / "file"
+    blocked.touch()
+    watch.hand_over("samples 0 to 3")
+    watch.hand_over("samples 4 to 7")
+    worker(write_all, watch.reports, [written, blocked / "dp0__4-8.tar"])
+    message = ending.wait()
+    for part in ("samples 4 to 7", str(blocked), "Error", "not confirmed", "start the job again"):
+        assert part in message
+    assert "samples 0 to 3" not in message
+    assert written.exists()
+
+
+def test_killed_worker_ends_the_process(watch: WriteWatch, ending: Ending) -> None:
+    process = worker(begin_and_sleep, watch.reports)
+    watch.hand_over("samples 0 to 3")
+    until(lambda: watch.reports.worker() == process.pid)
+    time.sleep(0.1)
+    assert ending.errors == []
+    os.kill(process.pid, signal.SIGKILL)
+    message = ending.wait()
+    assert "samples 0 to 3" in message
+    assert "has ended" in message
+
+
+def test_worker_that_died_before_its_first_window_is_known(
+    watch: WriteWatch, ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may die in a checkpoint's own request; megatron-core knows its process."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    process = worker(time.sleep, SECONDS)
+    monkeypatch.setattr(PersistentAsyncCaller, "_persistent_process", process)
+    watch.hand_over("samples 0 to 3")
+    time.sleep(0.1)
+    assert ending.errors == []
+    process.kill()
+    assert "has ended" in ending.wait()
+
+
+def test_worker_may_end_once_nothing_waits(watch: WriteWatch, ending: Ending) -> None:
+    process = worker(begin_and_sleep, watch.reports)
+    watch.hand_over("samples 0 to 3")
+    until(lambda: watch.reports.worker() == process.pid)
+    watch.reports.finish()
+    process.kill()
+    process.join()
+    time.sleep(0.1)
+    assert ending.errors == []
+
+
+def test_own_process_raises_and_is_not_ended(
+    watch: WriteWatch, ending: Ending, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    watch.hand_over("samples 0 to 3")
+    with pytest.raises(OSError):
+        write_and_report(watch.reports, str(blocked / "dp0__0-4.tar"), META, MEMBERS)
+    time.sleep(0.1)
+    assert ending.errors == []
+
+
+def test_what_the_worker_calls_can_be_sent_to_it(watch: WriteWatch, tmp_path: Path) -> None:
+    call = pickle.loads(pickle.dumps(partial(write_and_report, watch.reports)))
+    path = tmp_path / "dp0__0-4.tar"
+    watch.hand_over(path.name)
+    call(str(path), META, MEMBERS, False)
+    assert path.exists()
+    assert watch.reports.finished() == 1
+
+
+def test_closing_removes_the_reports(ending: Ending) -> None:
+    watch = WriteWatch(ending)
+    assert watch.reports.directory.is_dir()
+    watch.close()
+    assert not watch.reports.directory.exists()
+
+
+@pytest.mark.slow
+def test_blocked_main_thread_does_not_keep_the_process(tmp_path: Path) -> None:
+    """The real end, in an interpreter of its own whose main thread waits for ever."""
+    program = """
+        import multiprocessing, threading
+        from megatron.training.distillation.write_watch import WriteWatch, write_and_report
+
+        watch = WriteWatch(poll_seconds=0.01)
+        watch.hand_over("The window of samples 0 to 3")
+        arguments = (watch.reports, "/proc/none/dp0__0-4.tar", b"", [("0-4.pt.zst", b"")])
+        process = multiprocessing.get_context("fork").Process(
+            target=write_and_report, args=arguments
+        )
+        process.start()
+        threading.Event().wait()
+    """
+    report = tmp_path / "error.json"
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=Path(__file__).resolve().parents[4],
+        env=os.environ | {"TORCHELASTIC_ERROR_FILE": str(report)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1
+    assert "LogitsWriteError: The window of samples 0 to 3" in ended.stderr
+    assert "The window of samples 0 to 3" in report.read_text()
