@@ -23,8 +23,9 @@ Map of the package, from the ground up:
 * ``model_hooks``: how both sides get hold of a model's logits; ``packed_layout``: how samples lie
   in them.
 * ``logits_saver``: the teacher side, attached to a model by the trainer.
-* ``cached_logits_loss``: the student side, attached to a model and called as its loss;
-  ``target_stream`` feeds it from a loader process.
+* ``cached_logits_loss``: the student side, called as the model's loss; ``student_capture`` is
+  attached to the model, ``target_stream`` reads in a loader process, and ``agreed_targets`` lets
+  the ranks decide together on what was read.
 
 The public names are resolved on first use, so that the checkpoint worker can import
 ``shard_writer`` alone.

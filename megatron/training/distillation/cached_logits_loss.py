@@ -7,7 +7,6 @@ logits, fetches the targets of the same global samples, and returns
 ``alpha * kd_loss + (1 - alpha) * lm_loss``.
 """
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from megatron.training.distillation import arguments, parallel, storage
-from megatron.training.distillation.errors import (
-    TeacherDataError,
-    TeacherDataExhaustedError,
-    TeacherDataMissingError,
-)
-from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
+from megatron.training.distillation import arguments, parallel
+from megatron.training.distillation.agreed_targets import AgreedTargets
+from megatron.training.distillation.errors import TeacherDataExhaustedError
 from megatron.training.distillation.packed_layout import is_packed, pack_samples
 from megatron.training.distillation.payload import TeacherRows
 from megatron.training.distillation.sparse_kl import sparse_kl, sparse_kl_share
+from megatron.training.distillation.student_capture import (
+    StudentLogitsCapture as StudentLogitsCapture,
+)
+from megatron.training.distillation.student_capture import get_student_logits_capture
 from megatron.training.distillation.target_stream import StreamOptions, TargetStream
 from megatron.training.distillation.targets import (
     IterationFailure,
@@ -33,98 +32,7 @@ from megatron.training.distillation.targets import (
 )
 from megatron.training.global_vars import get_args
 
-logger = logging.getLogger(__name__)
-
 TeacherIteration = tuple[int, list[torch.Tensor], list[torch.Tensor]]
-
-# What a rank can say of an iteration; the largest counts.
-_READ, _UNREADABLE, _ABSENT, _FATAL = range(4)
-
-# The loss function is called without the capture, so one reference has to live here.
-_active_capture: "StudentLogitsCapture | None" = None
-
-
-def get_student_logits_capture() -> "StudentLogitsCapture | None":
-    """Return this process's capture, or None if the run does not distil."""
-    return _active_capture
-
-
-class StudentLogitsCapture:
-    """Keeps the differentiable logits of the latest training forward pass for the loss function.
-
-    Megatron's cross entropy works in place on fp32 logits, and Transformer Engine's on logits of
-    any dtype: where the model's own loss would write to the captured tensor, it is given a copy.
-    """
-
-    def __init__(self) -> None:
-        self._logits: torch.Tensor | None = None
-        self._tap: OutputLayerTap | None = None
-        self._loss_override: LossOverride | None = None
-
-    def attach_hooks(self, model: torch.nn.Module) -> None:
-        """Hook the model's output layer; a model chunk without one is left alone."""
-        global _active_capture
-        _active_capture = self
-        if getattr(model, "output_layer", None) is None:
-            return
-        config = getattr(model, "config", None)
-        self._tap = OutputLayerTap(model, getattr(config, "mtp_num_layers", 0) or 0, self._keep)
-        if hasattr(model, "compute_language_model_loss"):
-            fused_in_place = (
-                getattr(config, "cross_entropy_loss_fusion", False)
-                and getattr(config, "cross_entropy_fusion_impl", None) == "te"
-            )
-            self._loss_override = LossOverride(
-                model, _UnharmedLoss(self, overwrites_any_dtype=bool(fused_in_place))
-            )
-
-    def _keep(self, logits: torch.Tensor) -> None:
-        self._logits = logits
-
-    def holds(self, logits: torch.Tensor) -> bool:
-        """Return whether *logits* shares its memory with the captured tensor."""
-        return self._logits is not None and self._logits.data_ptr() == logits.data_ptr()
-
-    def pop(self) -> torch.Tensor:
-        """Return the captured logits ``(S, B, V / tp)``, as the model made them, and forget them.
-
-        Raises:
-            RuntimeError: No training forward pass went through a hooked output layer.
-        """
-        if self._logits is None:
-            raise RuntimeError(
-                "No student logits were captured in this forward pass: StudentLogitsCapture must "
-                "be attached to the model whose loss is computed, and the model must be in "
-                "training mode."
-            )
-        logits = self._logits
-        self._logits = None
-        return logits
-
-    def remove_hooks(self) -> None:
-        """Take the hooks off the model and forget what was captured."""
-        if self._tap is not None:
-            self._tap.remove()
-            self._tap = None
-        if self._loss_override is not None:
-            self._loss_override.remove()
-            self._loss_override = None
-        self._logits = None
-
-
-class _UnharmedLoss:
-    """The model's own loss, on a copy where it would overwrite the captured logits."""
-
-    def __init__(self, capture: StudentLogitsCapture, *, overwrites_any_dtype: bool) -> None:
-        self._capture = capture
-        self._overwrites_any_dtype = overwrites_any_dtype
-
-    def __call__(self, original: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        overwrites = self._overwrites_any_dtype or logits.dtype == torch.float32
-        if overwrites and self._capture.holds(logits):
-            logits = logits.clone()
-        loss: torch.Tensor = original(labels, logits)
-        return loss
 
 
 class CachedLogitsKDLoss:
@@ -147,11 +55,9 @@ class CachedLogitsKDLoss:
         ignore_errors: bool = False,
     ) -> None:
         self.logprobs_dir = logprobs_dir
-        self.skipped_iterations = 0
-        self._ignore_errors = ignore_errors
         self._settings = arguments.RunSettings.from_global_args()
         self._layout = parallel.ParallelLayout.from_parallel_state()
-        self._stream = TargetStream(
+        stream = TargetStream(
             StreamOptions(
                 logprobs_dir=logprobs_dir,
                 expected_identifiers=None if ignore_hash else self._settings.identifiers,
@@ -169,10 +75,17 @@ class CachedLogitsKDLoss:
                 seq_length=self._settings.seq_length,
             ),
         )
-        self._has_listing = False
+        self._agreed = AgreedTargets(
+            logprobs_dir, stream, self._layout, ignore_errors=ignore_errors
+        )
         self._position: tuple[int, int] | None = None
         self._targets: IterationTargets | None = None
         self._next_microbatch = 0
+
+    @property
+    def skipped_iterations(self) -> int:
+        """Iterations that were trained without targets."""
+        return self._agreed.skipped_iterations
 
     def __call__(
         self,
@@ -202,7 +115,7 @@ class CachedLogitsKDLoss:
         """
         position = self._resolve(iteration)
         if position != self._position:
-            self._targets = self._agree_on_targets(position[1])
+            self._targets = self._agreed.agree_on(position[1])
             self._position = position
             self._next_microbatch = 0
         if self._targets is None:
@@ -253,91 +166,6 @@ class CachedLogitsKDLoss:
             return iteration, iteration * self._settings.global_batch_size
         position = arguments.current_position()
         return position.iteration, position.start_sample
-
-    def _agree_on_targets(self, start_sample: int) -> IterationTargets | None:
-        """Fetch an iteration's targets on this rank and agree on using them.
-
-        Collective over TP x CP x DP of the stage: every rank must call. The directory is listed at
-        the first call, and again when the ranks agree that the targets are not there: a running
-        teacher may have written them since, or put their shard under another name.
-
-        Raises:
-            TeacherDataError: The targets cannot be used, or the directory cannot be listed.
-        """
-        if not self._has_listing:
-            problem = self._agree_on_listing()
-            if problem:
-                raise TeacherDataError(problem)
-            self._has_listing = True
-        item, worst, details = self._fetch(start_sample)
-        if worst == _ABSENT:
-            problem = self._agree_on_listing()
-            if problem:
-                details = f"{details}\n{problem}"
-            else:
-                item, worst, details = self._fetch(start_sample)
-        if worst == _READ:
-            assert isinstance(item, IterationTargets)
-            return item
-        if worst != _FATAL and self._ignore_errors:
-            self.skipped_iterations += 1
-            if self._layout.speaks_for_stage:
-                logger.warning(
-                    "No teacher targets for the batch that starts at sample %d; this step trains "
-                    "on the LM loss alone (%d steps so far).\n%s",
-                    start_sample,
-                    self.skipped_iterations,
-                    details,
-                )
-            return None
-        if isinstance(item, IterationFailure) and _severity(item) == worst:
-            raise item.error
-        raise TeacherDataError(
-            f"Another rank of this pipeline stage cannot read the teacher targets of the batch "
-            f"that starts at sample {start_sample}:\n{details}"
-        )
-
-    def _agree_on_listing(self) -> str:
-        """Have one rank list the directory and all ranks read what it found.
-
-        Collective over TP x CP x DP of the stage: every rank must call.
-
-        Returns:
-            Why the directory could not be listed, on every rank; empty if it was.
-        """
-        names: list[str] = []
-        problem = ""
-        if self._layout.speaks_for_stage:
-            try:
-                names = storage.list_names(self.logprobs_dir)
-            except storage.ERRORS as error:
-                problem = f"Cannot list the teacher data: {error}"
-        names, problem = parallel.from_speaker((names, problem), self._layout)
-        if not problem:
-            self._stream.use_listing(names)
-        return problem
-
-    def _fetch(self, start_sample: int) -> tuple[IterationTargets | IterationFailure, int, str]:
-        """Fetch an iteration's targets on this rank; return them, the worst case and its details.
-
-        Collective over TP x CP x DP of the stage: every rank must call.
-        """
-        item = self._stream.iteration(start_sample)
-        detail = ""
-        if isinstance(item, IterationFailure):
-            detail = f"{type(item.error).__name__}: {item.error}"
-        worst, details = parallel.worst_over_stage(_severity(item), detail, self._layout)
-        return item, worst, details
-
-
-def _severity(item: IterationTargets | IterationFailure) -> int:
-    """Return what this rank has to say of an iteration."""
-    if isinstance(item, IterationTargets):
-        return _READ
-    if item.fatal:
-        return _FATAL
-    absent = isinstance(item.error, TeacherDataMissingError | TeacherDataExhaustedError)
-    return _ABSENT if absent else _UNREADABLE
 
 
 class LossFuncCallable:

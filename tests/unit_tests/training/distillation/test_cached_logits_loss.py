@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.distillation import cached_logits_loss
+from megatron.training.distillation import cached_logits_loss, student_capture
 from megatron.training.distillation.cached_logits_loss import (
     CachedLogitsKDLoss,
     LossFuncCallable,
@@ -49,7 +49,7 @@ PADDED, REAL, TOP = 16, 13, 3
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> StubRun:
-    monkeypatch.setattr(cached_logits_loss, "_active_capture", None)
+    monkeypatch.setattr(student_capture, "_active_capture", None)
     return StubRun().install(monkeypatch)
 
 
@@ -103,8 +103,8 @@ class GivenTargets:
 
 def give(kd_loss: CachedLogitsKDLoss, *items: IterationTargets | IterationFailure) -> GivenTargets:
     stream = GivenTargets(*items)
-    kd_loss._stream = stream  # type: ignore[assignment]
-    kd_loss._has_listing = True
+    kd_loss._agreed._stream = stream  # type: ignore[assignment]
+    kd_loss._agreed._has_listing = True
     return stream
 
 
@@ -565,8 +565,8 @@ def test_targets_come_from_the_cache_by_sample(run: StubRun, tmp_path: Path) -> 
     run.layout = replace(run.layout, dp_rank=1, dp_size=2)
     kd_loss = CachedLogitsKDLoss(str(tmp_path))
     # From rank 0, which lists for both.
-    kd_loss._stream.use_listing([path.name for path in tmp_path.iterdir()])
-    kd_loss._has_listing = True
+    kd_loss._agreed._stream.use_listing([path.name for path in tmp_path.iterdir()])
+    kd_loss._agreed._has_listing = True
     seen: list[list[int]] = []
     for start in (4, 8):
         run.move_to(start)
