@@ -80,6 +80,10 @@ class WriteReports:
             return self._finished.stat().st_size
         return 0
 
+    def forget_worker(self) -> None:
+        """Forget which process wrote; only while no window waits."""
+        self._worker.unlink(missing_ok=True)
+
     def failure(self) -> str | None:
         """Return why a window could not be written, if one could not."""
         return _read(self._failed)
@@ -138,6 +142,7 @@ class WriteWatch:
         self._windows: deque[str] = deque()
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
+        self._worker_pid: int | None = None
         self._worker_fd: int | None = None
         self._lock = threading.Lock()
         atexit.register(self.close)
@@ -145,6 +150,9 @@ class WriteWatch:
     def hand_over(self, window: str) -> None:
         """Expect a report about one more window; *window* describes it in words."""
         with self._lock:
+            if self._oldest_waiting() is None:
+                # The trainer may have ended the worker before, to start another for this window.
+                self._forget_worker()
             self._handed_over += 1
             self._windows.append(window)
             if self._thread is None:
@@ -159,17 +167,15 @@ class WriteWatch:
         thread = self._thread
         if thread is not None:
             thread.join()
-        if self._worker_fd is not None:
-            os.close(self._worker_fd)
-            self._worker_fd = None
+        self._close_descriptor()
         shutil.rmtree(self.reports.directory, ignore_errors=True)
 
     def _run(self) -> None:
         """Look until no window waits any more, or one is lost."""
         while not self._stopped.wait(self._poll_seconds):
-            # Looked at first: a worker that has ended can have reported until then.
-            gone = self._worker_is_gone()
             with self._lock:
+                # Looked at first: a worker that has ended can have reported until then.
+                gone = self._worker_is_gone()
                 window = self._oldest_waiting()
                 if window is None:
                     self._thread = None
@@ -202,20 +208,36 @@ class WriteWatch:
         return self._windows[0] if self._windows else None
 
     def _worker_is_gone(self) -> bool:
-        """Return whether the worker was there and has ended."""
-        if self._worker_fd is None:
-            process = PersistentAsyncCaller._persistent_process
-            pid = self.reports.worker() or (process.pid if process is not None else None)
-            if pid is None:
-                return False
-            try:
+        """Return whether the worker that has the waiting windows was there and has ended.
+
+        megatron-core knows its worker from the start. That of another checkpoint strategy is known
+        once it has begun a window.
+        """
+        process = PersistentAsyncCaller._persistent_process
+        pid = self.reports.worker() if process is None else process.pid
+        if pid is None:
+            return False
+        if pid != self._worker_pid:
+            self._close_descriptor()
+            self._worker_pid = pid
+            with contextlib.suppress(ProcessLookupError):
                 self._worker_fd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                return True
+        if self._worker_fd is None:
+            return True
         # A process descriptor becomes readable when the process ends.
         ended = select.poll()
         ended.register(self._worker_fd, select.POLLIN)
         return bool(ended.poll(0))
+
+    def _forget_worker(self) -> None:
+        self.reports.forget_worker()
+        self._close_descriptor()
+        self._worker_pid = None
+
+    def _close_descriptor(self) -> None:
+        if self._worker_fd is not None:
+            os.close(self._worker_fd)
+            self._worker_fd = None
 
 
 def end_process(error: LogitsWriteError) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.training.distillation.errors import LogitsWriteError
 from megatron.training.distillation.write_watch import WriteReports, WriteWatch, write_and_report
 
@@ -74,6 +75,11 @@ def write_all(reports: WriteReports, paths: list[Path]) -> None:
         write_and_report(reports, str(path), META, MEMBERS)
 
 
+def write_later(reports: WriteReports, path: Path) -> None:
+    time.sleep(0.1)
+    write_all(reports, [path])
+
+
 def begin_and_sleep(reports: WriteReports) -> None:
     reports.begin()
     time.sleep(SECONDS)
@@ -128,8 +134,6 @@ def test_worker_that_died_before_its_first_window_is_known(
     watch: WriteWatch, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may die in a checkpoint's own request; megatron-core knows its process."""
-    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-
     process = worker(time.sleep, SECONDS)
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_process", process)
     watch.hand_over("samples 0 to 3")
@@ -148,6 +152,33 @@ def test_worker_may_end_once_nothing_waits(watch: WriteWatch, ending: Ending) ->
     process.join()
     time.sleep(0.1)
     assert ending.errors == []
+
+
+@pytest.mark.parametrize("poll_seconds", [0.01, 0.3])
+@pytest.mark.parametrize("known", [False, True])
+def test_next_window_may_have_another_worker(
+    ending: Ending,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    known: bool,
+    poll_seconds: float,
+) -> None:
+    """The trainer ends its worker after the training loop, and starts one for the last save."""
+    watch = WriteWatch(ending, poll_seconds)
+    for start in (0, 4):
+        watch.hand_over(f"samples from {start}")
+        # The new worker is not there at once, and is busy with the checkpoint first.
+        time.sleep(0.4)
+        process = worker(write_later, watch.reports, tmp_path / f"dp0__{start}-{start + 4}.tar")
+        if known:
+            monkeypatch.setattr(PersistentAsyncCaller, "_persistent_process", process)
+        process.join(SECONDS)
+        assert process.exitcode == 0
+        monkeypatch.setattr(PersistentAsyncCaller, "_persistent_process", None)
+    until(lambda: watch._thread is None)
+    watch.close()
+    assert ending.errors == []
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_own_process_raises_and_is_not_ended(
