@@ -28,7 +28,7 @@ Map of the package, from the ground up:
   the ranks decide together on what was read.
 
 The public names are resolved on first use, so that the checkpoint worker can import
-``shard_writer`` alone.
+``write_watch`` and ``shard_writer`` alone.
 """
 
 import importlib
