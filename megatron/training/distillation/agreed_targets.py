@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets the ranks of a pipeline stage agree on whether an iteration has targets.
 
-Each rank reads for itself; what one of them cannot read, none of them uses.
+Each rank reads for itself; what one of them cannot read, or what is not for its batch, none of them
+uses.
 """
 
+import enum
 import logging
+from collections.abc import Callable
 
 from megatron.training.distillation import parallel, storage
 from megatron.training.distillation.errors import (
+    TeacherContentError,
     TeacherDataError,
     TeacherDataExhaustedError,
     TeacherDataMissingError,
@@ -18,7 +22,27 @@ from megatron.training.distillation.targets import IterationFailure, IterationTa
 logger = logging.getLogger(__name__)
 
 # What a rank can say of an iteration; the largest counts.
-_READ, _UNREADABLE, _ABSENT, _FATAL = range(4)
+_READ, _UNPROVEN, _UNREADABLE, _ABSENT, _FATAL, _OTHER_CONTENT = range(6)
+
+
+class Content(enum.Enum):
+    """What a rank knows of the content of the targets it has read."""
+
+    PROVEN = enum.auto()
+    """They are for the tokens of its batch."""
+    UNPROVEN = enum.auto()
+    """There is nothing to compare."""
+    DIFFERS = enum.auto()
+    """They are for other tokens."""
+
+
+_OF_CONTENT = {
+    Content.PROVEN: _READ,
+    Content.UNPROVEN: _UNPROVEN,
+    Content.DIFFERS: _OTHER_CONTENT,
+}
+Compare = Callable[[IterationTargets], tuple[Content, str]]
+"""Compares an iteration's targets with the batch; the text says what was found."""
 
 
 class AgreedTargets:
@@ -45,15 +69,21 @@ class AgreedTargets:
         self._layout = layout
         self._ignore_errors = ignore_errors
         self._has_listing = False
+        self._told_unproven = False
 
-    def agree_on(self, start_sample: int) -> IterationTargets | None:
+    def agree_on(self, start_sample: int, compare: Compare) -> IterationTargets | None:
         """Fetch an iteration's targets on this rank and agree on using them.
 
         Collective over TP x CP x DP of the stage: every rank must call. The directory is listed at
         the first call, and again when the ranks agree that the targets are not there: a running
         teacher may have written them since, or put their shard under another name.
 
+        Args:
+            start_sample: First global sample of the iteration.
+            compare: Compares what was read with the batch, before it is used; no collectives.
+
         Raises:
+            TeacherContentError: The targets of any rank are for other tokens than its batch.
             TeacherDataError: The targets cannot be used, or the directory cannot be listed.
         """
         if not self._has_listing:
@@ -61,17 +91,21 @@ class AgreedTargets:
             if problem:
                 raise TeacherDataError(problem)
             self._has_listing = True
-        item, worst, details = self._fetch(start_sample)
+        item, worst, details = self._fetch(start_sample, compare)
         if worst == _ABSENT:
             problem = self._agree_on_listing()
             if problem:
                 details = f"{details}\n{problem}"
             else:
-                item, worst, details = self._fetch(start_sample)
-        if worst == _READ:
+                item, worst, details = self._fetch(start_sample, compare)
+        if worst <= _UNPROVEN:
             assert isinstance(item, IterationTargets)
+            if worst == _UNPROVEN:
+                self._tell_unproven(start_sample, details)
             return item
-        if worst != _FATAL and self._ignore_errors:
+        if worst == _OTHER_CONTENT:
+            raise TeacherContentError(other_content(start_sample, details))
+        if worst < _FATAL and self._ignore_errors:
             self.skipped_iterations += 1
             if self._layout.speaks_for_stage:
                 logger.warning(
@@ -109,24 +143,55 @@ class AgreedTargets:
             self._stream.use_listing(names)
         return problem
 
-    def _fetch(self, start_sample: int) -> tuple[IterationTargets | IterationFailure, int, str]:
+    def _tell_unproven(self, start_sample: int, details: str) -> None:
+        """Warn that contents are not checked, once; all ranks know that it was told."""
+        self._told_unproven = True
+        if self._layout.speaks_for_stage:
+            logger.warning(
+                "From the batch that starts at sample %d on, targets of %s are used without proof "
+                "that they belong to the tokens of the batch: nothing but sample numbers and, "
+                "without --logits-load-ignore-hash, the run's identity (seed, train samples, data "
+                "names) is checked.\n%s",
+                start_sample,
+                self._logprobs_dir,
+                details,
+            )
+
+    def _fetch(
+        self, start_sample: int, compare: Compare
+    ) -> tuple[IterationTargets | IterationFailure, int, str]:
         """Fetch an iteration's targets on this rank; return them, the worst case and its details.
 
         Collective over TP x CP x DP of the stage: every rank must call.
         """
         item = self._stream.iteration(start_sample)
-        detail = ""
-        if isinstance(item, IterationFailure):
-            detail = f"{type(item.error).__name__}: {item.error}"
-        worst, details = parallel.worst_over_stage(_severity(item), detail, self._layout)
+        if isinstance(item, IterationTargets):
+            content, detail = compare(item)
+            code = _OF_CONTENT[content]
+            if code == _UNPROVEN and self._told_unproven:
+                code = _READ
+        else:
+            code, detail = _severity(item), f"{type(item.error).__name__}: {item.error}"
+        worst, details = parallel.worst_over_stage(code, detail, self._layout)
         return item, worst, details
 
 
-def _severity(item: IterationTargets | IterationFailure) -> int:
-    """Return what this rank has to say of an iteration."""
-    if isinstance(item, IterationTargets):
-        return _READ
+def _severity(item: IterationFailure) -> int:
+    """Return what this rank has to say of an iteration that it cannot read."""
     if item.fatal:
         return _FATAL
     absent = isinstance(item.error, TeacherDataMissingError | TeacherDataExhaustedError)
     return _ABSENT if absent else _UNREADABLE
+
+
+def other_content(start: int, details: str) -> str:
+    """Return what to say when labels differ: where, why that happens, what to do."""
+    return (
+        f"The batch that starts at sample {start} does not hold what the teacher saw for the same "
+        f"samples, so the teacher's targets belong to other tokens:\n{details}\n"
+        "Compare with the teacher's run: --seed; the data and its order (--data-path, weights, "
+        "--split, the number of samples); --seq-length; the tokenizer and its prompt format; the "
+        "batch schedule and where the run began. A shard of another run or DP rank under this "
+        "one's name looks the same. Use the teacher's values, or dump the samples again; "
+        "--logits-load-ignore-hash and --logits-load-ignore-errors do not pass over this."
+    )

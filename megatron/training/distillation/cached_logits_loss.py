@@ -3,8 +3,8 @@
 
 The trainer attaches a :class:`StudentLogitsCapture` to the model; the entry script uses a
 :class:`LossFuncCallable` as its loss function. On the last pipeline stage it takes the captured
-logits, fetches the targets of the same global samples, and returns
-``alpha * kd_loss + (1 - alpha) * lm_loss``.
+logits, fetches the targets of the same global samples, has it proven by the labels that they are,
+and returns ``alpha * kd_loss + (1 - alpha) * lm_loss``.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from megatron.training.distillation import arguments, parallel
-from megatron.training.distillation.agreed_targets import AgreedTargets
+from megatron.training.distillation.agreed_targets import AgreedTargets, Content
+from megatron.training.distillation.content_proof import ContentProof
 from megatron.training.distillation.errors import TeacherDataExhaustedError
 from megatron.training.distillation.packed_layout import is_packed, pack_samples
 from megatron.training.distillation.payload import TeacherRows
@@ -78,9 +79,11 @@ class CachedLogitsKDLoss:
         self._agreed = AgreedTargets(
             logprobs_dir, stream, self._layout, ignore_errors=ignore_errors
         )
+        self._proof = ContentProof(self._layout, seq_length=self._settings.seq_length)
         self._position: tuple[int, int] | None = None
         self._targets: IterationTargets | None = None
         self._next_microbatch = 0
+        self._microbatches_seen = 0
 
     @property
     def skipped_iterations(self) -> int:
@@ -92,11 +95,16 @@ class CachedLogitsKDLoss:
         student_logits: torch.Tensor,
         iteration: int | None = None,
         microbatch_idx: int | None = None,
+        *,
+        labels: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Return the loss of the next microbatch.
 
-        Collective over TP for the loss, and at the first microbatch of an iteration over the whole
-        pipeline stage, whose ranks agree there on whether the iteration has targets.
+        Collective over TP for the loss, and over CP for its labels. Collective over the whole
+        pipeline stage at the first microbatch of an iteration, where the ranks agree on whether it
+        has targets for this batch, and at the last of several, where they agree on whether those of
+        the others were for theirs. A microbatch after the first whose targets are for other tokens
+        has no loss and no gradient.
 
         Args:
             student_logits: ``(S / cp, B, V / tp)``, or ``(B * S, 1, V / tp)`` where the samples of
@@ -104,26 +112,33 @@ class CachedLogitsKDLoss:
             iteration: Iteration under a fixed global batch size; the trainer's position by default.
             microbatch_idx: Microbatch of the iteration; counted by default, and counted again when
                 a step is replayed.
+            labels: ``(B, S / cp)``, or packed like the logits; None leaves contents unproven.
 
         Returns:
             ``(B, S / cp)``, or ``(1, B * S)`` where the samples are packed; fp32, the same on every
             TP rank. None where the iteration's data could not be read and errors are ignored.
 
         Raises:
+            TeacherContentError: The teacher saw other tokens for these samples, on any rank.
             TeacherDataError: The iteration's data is missing, exhausted or damaged, on any rank.
             ValueError: The logits are not those of a microbatch of this run.
         """
+        batch = self._proof.fingerprints(labels)
         position = self._resolve(iteration)
-        if position != self._position:
-            self._targets = self._agreed.agree_on(position[1])
-            self._position = position
-            self._next_microbatch = 0
+        is_first = position != self._position
+        if is_first:
+            self._open_iteration(position, microbatch_idx or 0, batch)
         if self._targets is None:
             return None
         if microbatch_idx is None:
             microbatch_idx = self._next_microbatch % len(self._targets.microbatches)
             self._next_microbatch = microbatch_idx + 1
         rows = self._targets.microbatches[microbatch_idx]
+        differs = None if is_first else self._proof.defer(microbatch_idx, rows, batch)
+        self._microbatches_seen += 1
+        if self._microbatches_seen == len(self._targets.microbatches):
+            self._microbatches_seen = 0
+            self._proof.settle(position[1])
         values, indices, tail = self._like_logits(rows, student_logits)
         loss = sparse_kl(
             student_logits,
@@ -135,7 +150,27 @@ class CachedLogitsKDLoss:
             tp_size=self._layout.tp_size,
             tp_group=self._layout.tp_group,
         )
+        if differs is not None:
+            loss = torch.where(differs, 0.0, loss)
         return loss.transpose(0, 1).contiguous()
+
+    def _open_iteration(
+        self, position: tuple[int, int], microbatch: int, batch: torch.Tensor | None
+    ) -> None:
+        """Fetch the targets of an iteration, proven for the *microbatch* it begins with.
+
+        Collective over TP x CP x DP of the stage: every rank must call.
+        """
+
+        def compare(targets: IterationTargets) -> tuple[Content, str]:
+            return self._proof.compare(
+                targets.start, microbatch, targets.microbatches[microbatch], batch
+            )
+
+        self._proof.forget()
+        self._targets = self._agreed.agree_on(position[1], compare)
+        self._position = position
+        self._next_microbatch = self._microbatches_seen = 0
 
     def _like_logits(
         self, rows: TeacherRows, logits: torch.Tensor
@@ -234,7 +269,7 @@ class LossFuncCallable:
                 "Cached-logits distillation needs a StudentLogitsCapture attached to the model; "
                 "the trainer attaches it when --logits-load-dir is set."
             )
-        kd_loss = self._kd_loss(capture.pop(), mask)
+        kd_loss = self._kd_loss(capture.pop(), capture.pop_labels(), mask)
         if kd_loss is None:
             # The trainer prints an entry it has seen before and does not get as 0.
             report["total loss"] = _entry(lm_loss, num_tokens)
@@ -244,13 +279,15 @@ class LossFuncCallable:
         report["total loss"] = _entry(total, num_tokens)
         return total, num_tokens, report
 
-    def _kd_loss(self, logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+    def _kd_loss(
+        self, logits: torch.Tensor, labels: torch.Tensor | None, mask: torch.Tensor
+    ) -> torch.Tensor | None:
         if self.kd_func is None:
             # The trainer builds its loss function before the parallel state exists.
             self.kd_func = CachedLogitsKDLoss(self.logprobs_dir, **self._options)
         if self.alpha == 0.0:
             logits = logits.detach()
-        per_token = self.kd_func(logits)
+        per_token = self.kd_func(logits, labels=labels)
         return None if per_token is None else _masked_sum(per_token, mask)
 
     def _mix(self, kd_loss: torch.Tensor, lm_loss: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,10 @@ class TeacherDataExhaustedError(TeacherDataError):
     """The cache ends before the batch does."""
 
 
+class TeacherContentError(TeacherDataError):
+    """The labels of a batch are not those that the teacher saw for the same samples."""
+
+
 class TeacherLayoutError(CacheFormatError):
     """The cache does not suit the student's layout; no other sample will be better."""
 

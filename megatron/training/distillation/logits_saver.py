@@ -3,8 +3,9 @@
 
 The trainer builds one :class:`LogitsSaverHooks` on every rank and attaches it to the rank's last
 model chunk. On the last pipeline stage a hook on the output layer reduces each microbatch's logits
-to its top-K entries; when an iteration is complete its entries are packed and compressed in a
-background thread. ``save_checkpoint`` takes what has been collected and queues its write behind the
+to its top-K entries, and the call of the model's loss that follows brings the labels, of which
+fingerprints are kept. When an iteration is complete both are packed and compressed in a background
+thread. ``save_checkpoint`` takes what has been collected and queues its write behind the
 checkpoint's own, so a checkpoint is confirmed only when its logits are on disk.
 """
 
@@ -19,6 +20,7 @@ from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.training.distillation import arguments, parallel, storage
 from megatron.training.distillation.continuation import check_continues
 from megatron.training.distillation.errors import CacheIdentityError
+from megatron.training.distillation.fingerprint import LabelFingerprinter
 from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
 from megatron.training.distillation.packed_layout import is_packed, unpack_samples
 from megatron.training.distillation.shard_writer import IterationBuffer
@@ -106,9 +108,15 @@ class LogitsSaverHooks:
         self._tap: OutputLayerTap | None = None
         self._loss_override: LossOverride | None = None
         self._buffer = IterationBuffer()
-        self._iteration_start: int | None = None
+        self._position: arguments.TrainingPosition | None = None
         self._microbatches: list[TeacherTopK | None] = []
+        self._fingerprints: list[torch.Tensor | None] = []
         self._kept_counts: list[torch.Tensor] = []
+
+        seq_length = self._settings.seq_length
+        self._fingerprint = LabelFingerprinter(
+            parallel.sequence_positions(seq_length, self._layout), seq_length
+        )
 
         self._open_directory(meta)
         self._watch = WriteWatch()
@@ -134,15 +142,19 @@ class LogitsSaverHooks:
     def attach_hooks(self, model: torch.nn.Module) -> None:
         """Hook the model's output layer; a model chunk without one is left alone.
 
-        If no parameter of the model wants a gradient (``--freeze-all-layers``), its language model
-        loss is replaced by zeros in training: nothing would come of computing it. Evaluation
-        computes it.
+        The model's ``compute_language_model_loss`` is hooked for its labels; a model without one is
+        recorded without fingerprints. If no parameter of the model wants a gradient
+        (``--freeze-all-layers``), that loss is replaced by zeros in training: nothing would come of
+        computing it. Evaluation computes it.
         """
         if getattr(model, "output_layer", None) is None:
             return
         self._tap = OutputLayerTap(model, self._settings.mtp_num_layers, self._on_logits)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            self._loss_override = LossOverride(model, partial(_zero_loss_in_training, model))
+        if not hasattr(model, "compute_language_model_loss"):
+            return
+        frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        loss = partial(_zero_loss_in_training, model) if frozen else _own_loss
+        self._loss_override = LossOverride(model, partial(self._on_loss, loss))
 
     def remove_hooks(self) -> None:
         """Take the hooks off the model and give it its own loss back."""
@@ -159,31 +171,64 @@ class LogitsSaverHooks:
 
     @torch.no_grad()
     def _on_logits(self, logits: torch.Tensor) -> None:
-        """Reduce one microbatch; close the iteration with its last. Collective over TP.
+        """Reduce one microbatch. Collective over TP.
 
-        Closing an iteration is also collective over CP, and with top-P over the pipeline stage.
+        An iteration closes with the loss of its last microbatch, or where that is not computed,
+        here; see :meth:`_close_iteration` for its collectives.
         """
+        self._close_if_complete()
         position = arguments.current_position()
-        if self._iteration_start != position.start_sample:
-            if self._microbatches:
+        if self._position is None or self._position.start_sample != position.start_sample:
+            if self._position is not None and self._microbatches:
                 logger.warning(
                     "The batch that starts at sample %s is not recorded: %d of its %d microbatches "
                     "passed the output layer before training went on at sample %d.",
-                    self._iteration_start,
+                    self._position.start_sample,
                     len(self._microbatches),
-                    position.num_microbatches,
+                    self._position.num_microbatches,
                     position.start_sample,
                 )
-            self._iteration_start = position.start_sample
             self._forget_iteration()
+        self._position = position
         self._microbatches.append(self._reduce(logits))
-        if len(self._microbatches) == position.num_microbatches:
+        self._fingerprints.append(None)
+        if self._loss_override is None:
+            self._close_if_complete()
+
+    def _on_loss(
+        self,
+        loss: Callable[..., torch.Tensor],
+        original: Callable[..., torch.Tensor],
+        labels: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:
+        """Take the labels of the microbatch that passed the output layer; return its *loss*.
+
+        Closes the iteration with its last microbatch; see :meth:`_close_iteration` for the
+        collectives.
+        """
+        if self._tap is not None and self._tap.claim_loss():
+            with torch.no_grad():
+                if self._layout.tp_rank == 0:
+                    self._fingerprints[-1] = self._fingerprint(labels)
+                self._close_if_complete()
+        return loss(original, labels, logits)
+
+    def _close_if_complete(self) -> None:
+        """Close the iteration if all of its microbatches are there.
+
+        See :meth:`_close_iteration` for its collectives. The ranks of a group run the same code on
+        as many microbatches, so they come here with the same ones.
+        """
+        position = self._position
+        if position is not None and len(self._microbatches) == position.num_microbatches:
             self._close_iteration(position)
             # A replay of this step starts from an empty list and replaces the buffered iteration.
             self._forget_iteration()
 
     def _forget_iteration(self) -> None:
         self._microbatches = []
+        self._fingerprints = []
         self._kept_counts = []
 
     def _reduce(self, logits: torch.Tensor) -> TeacherTopK | None:
@@ -246,6 +291,7 @@ class LogitsSaverHooks:
         )
         tail = torch.cat([e.tail_logprob for e in entries], dim=1)
         whole = [parallel.gather_sequence(part, self._layout) for part in (values, indices, tail)]
+        fingerprints = self._whole_fingerprints()
         if self._layout.cp_rank != 0:
             return
         all_values, all_indices, all_tail = (part.cpu() for part in whole if part is not None)
@@ -256,7 +302,19 @@ class LogitsSaverHooks:
             all_values[..., :kept_width].contiguous(),
             all_indices[..., :kept_width].contiguous(),
             all_tail,
+            None if fingerprints is None else fingerprints.cpu(),
         )
+
+    def _whole_fingerprints(self) -> torch.Tensor | None:
+        """Return the fingerprints ``(C, n)`` of the iteration's labels. Collective over CP.
+
+        None if the model's loss was not called with the labels of every microbatch; that is a
+        property of the model, the same on all ranks of the group.
+        """
+        parts = [part for part in self._fingerprints if part is not None]
+        if len(parts) < len(self._fingerprints):
+            return None
+        return parallel.sum_over_context(torch.cat(parts, dim=1), self._layout)
 
     # ------------------------------------------------------------------------------------------
     #  Handing over
@@ -270,11 +328,15 @@ class LogitsSaverHooks:
     def take_pending_data(self) -> tuple[str, bytes, list[tuple[str, bytes]], bool]:
         """Hand over what has been collected since the last call.
 
+        A complete iteration whose loss has not been computed is closed; see
+        :meth:`_close_iteration` for its collectives.
+
         Returns:
             The arguments of ``_write_batched_tar``: shard path, metadata member, payload members
             ``(name, compressed bytes)`` in ascending order, and whether the worker must enable the
             multi-storage client. The path is empty where this rank has nothing to write.
         """
+        self._close_if_complete()
         iterations = self._buffer.take()
         msc_enabled = MultiStorageClientFeature.is_enabled()
         if not iterations:
@@ -301,6 +363,12 @@ def _widen(entries: torch.Tensor, width: int, sentinel: float) -> torch.Tensor:
     if missing == 0:
         return entries
     return torch.nn.functional.pad(entries, (0, missing), value=sentinel)
+
+
+def _own_loss(
+    original: Callable[..., torch.Tensor], labels: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
+    return original(labels, logits)
 
 
 def _zero_loss_in_training(

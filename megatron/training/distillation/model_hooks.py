@@ -14,6 +14,10 @@ class OutputLayerTap:
     the first *mtp_num_layers* calls of every forward pass are skipped. The model may scale its
     logits after the output layer (muP); the callback gets them scaled, as the loss does.
 
+    The main head's labels come with the call of the model's loss that follows. What replaces that
+    loss (:class:`LossOverride`) sees the calls of all heads and asks :meth:`claim_loss` which of
+    them it is.
+
     Args:
         model: A model with an ``output_layer`` whose output is logits ``(S, B, V / tp)``, alone or
             as the first item of a tuple.
@@ -30,6 +34,7 @@ class OutputLayerTap:
     ) -> None:
         self._calls_before_main_head: int = getattr(model, "mtp_num_depths", mtp_num_layers)
         self._calls = 0
+        self._expects_loss = False
         self._on_logits = on_logits
         self._scale: Callable[[torch.Tensor], torch.Tensor] | None = getattr(
             model, "_scale_logits", None
@@ -37,6 +42,7 @@ class OutputLayerTap:
         self._handle = model.output_layer.register_forward_hook(self._hook)
 
     def _hook(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self._expects_loss = False
         if not module.training:
             return
         if self._calls < self._calls_before_main_head:
@@ -45,6 +51,12 @@ class OutputLayerTap:
         self._calls = 0
         logits = output[0] if isinstance(output, tuple) else output
         self._on_logits(logits if self._scale is None else self._scale(logits))
+        self._expects_loss = True
+
+    def claim_loss(self) -> bool:
+        """Return whether a call of the model's loss is the main head's in training; True once."""
+        expected, self._expects_loss = self._expects_loss, False
+        return expected
 
     def remove(self) -> None:
         """Take the hook off the output layer."""

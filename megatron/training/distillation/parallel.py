@@ -91,6 +91,30 @@ def gather_sequence(chunk: torch.Tensor, layout: ParallelLayout) -> torch.Tensor
     return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)])
 
 
+def sequence_positions(length: int, layout: ParallelLayout) -> torch.Tensor:
+    """Return the positions ``(S / cp,)`` int64 of a sample of *length* that this CP rank holds.
+
+    They are those of chunks ``r`` and ``2 * cp - 1 - r`` of the sequence cut into ``2 * cp``.
+    """
+    positions = torch.arange(length)
+    if layout.cp_size == 1:
+        return positions
+    chunks = positions.chunk(2 * layout.cp_size)
+    return torch.cat([chunks[layout.cp_rank], chunks[2 * layout.cp_size - 1 - layout.cp_rank]])
+
+
+def sum_over_context(part: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
+    """Return the sum of an integer tensor over the context parallel ranks, on all of them.
+
+    Collective over CP: every rank of the group must call, with the same shape and dtype.
+    """
+    if layout.cp_size == 1:
+        return part
+    total = part.clone()
+    dist.all_reduce(total, group=layout.cp_group)
+    return total
+
+
 def sum_over_stage(values: list[float], layout: ParallelLayout) -> list[float]:
     """Return the sums of *values* over this pipeline stage.
 

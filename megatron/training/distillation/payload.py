@@ -16,6 +16,7 @@ import torch
 import zstandard
 
 from megatron.training.distillation.errors import CacheFormatError
+from megatron.training.distillation.fingerprint import CHUNK, chunk_count
 
 FORMAT_VERSION = 2
 LOGPROB_SENTINEL = -1000.0
@@ -90,14 +91,18 @@ class TeacherRows:
     """``(S, n, K)`` int32 token ids."""
     tail_logprob: torch.Tensor | None = None
     """``(S, n)`` fp32 log of the mass outside the K entries; None where the cache has none."""
+    label_fingerprints: torch.Tensor | None = None
+    """``(C, n)`` int64 fingerprints of the labels the teacher saw, of the leading chunks that can
+    be compared; of the whole sequence on every context-parallel rank. None where there are none."""
 
     def pin_memory(self) -> "TeacherRows":
         """Return the same rows in page-locked memory (a DataLoader's hook)."""
-        tail = self.tail_logprob
+        tail, fingerprints = self.tail_logprob, self.label_fingerprints
         return TeacherRows(
             values=self.values.pin_memory(),
             indices=self.indices.pin_memory(),
             tail_logprob=None if tail is None else tail.pin_memory(),
+            label_fingerprints=None if fingerprints is None else fingerprints.pin_memory(),
         )
 
 
@@ -113,13 +118,16 @@ class PackedRows:
     """``(ceil(S * n * K / 8),)`` uint8."""
     tail_logprob: torch.Tensor | None
     """``(S, n)`` fp32, or None."""
+    label_fingerprints: torch.Tensor | None = None
+    """``(ceil(S / 64), n)`` int64, or None."""
 
     def unpack(
         self, rows: slice | Sequence[int] | None = None, positions: slice | None = None
     ) -> "TeacherRows":
         """Return the selected *rows* (along n) and *positions* (along S), None meaning all.
 
-        Only what is returned is expanded. ``values`` may be a view of this payload.
+        Only what is returned is expanded. ``values`` may be a view of this payload. Fingerprints
+        are those of the whole sequence, whatever *positions* are selected.
         """
         pick = (
             slice(None) if positions is None else positions,
@@ -132,16 +140,20 @@ class PackedRows:
             bits = np.unpackbits(bit_17.reshape(*low.shape[:2], k // 8)[pick], axis=-1)
         else:
             bits = np.unpackbits(bit_17, count=low.size).reshape(low.shape)[pick]
-        tail = self.tail_logprob
+        tail, fingerprints = self.tail_logprob, self.label_fingerprints
         return TeacherRows(
             values=self.values[pick],
             indices=torch.from_numpy(_join_ids(low[pick], bits)),
             tail_logprob=None if tail is None else tail[pick],
+            label_fingerprints=None if fingerprints is None else fingerprints[:, pick[1]],
         )
 
 
 def encode_logprobs_payload(
-    values: torch.Tensor, indices: torch.Tensor, tail_logprob: torch.Tensor | None = None
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    tail_logprob: torch.Tensor | None = None,
+    label_fingerprints: torch.Tensor | None = None,
 ) -> bytes:
     """Return the zstd frame of one member.
 
@@ -150,6 +162,8 @@ def encode_logprobs_payload(
         indices: ``(S, n, K)`` token ids, any integer dtype; -1 where *values* is -1000.0.
         tail_logprob: ``(S, n)`` log of the mass outside the K entries, stored as fp32; None leaves
             the key out.
+        label_fingerprints: ``(ceil(S / 64), n)`` int64 fingerprints of the labels; None leaves
+            their keys out.
 
     The frame carries a checksum, so a flipped bit is found when it is read.
     """
@@ -166,6 +180,12 @@ def encode_logprobs_payload(
     if tail_logprob is not None:
         assert tail_logprob.shape == values.shape[:2], (tail_logprob.shape, values.shape)
         payload["tail_logprob"] = _compact_copy(tail_logprob.float())
+    if label_fingerprints is not None:
+        expected = (chunk_count(values.shape[0]), values.shape[1])
+        assert label_fingerprints.shape == expected, (label_fingerprints.shape, expected)
+        assert label_fingerprints.dtype == torch.int64, label_fingerprints.dtype
+        payload["label_fingerprints"] = _compact_copy(label_fingerprints)
+        payload["fingerprint_chunk"] = CHUNK
     buffer = io.BytesIO()
     torch.save(payload, buffer)
     return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(buffer.getbuffer())
@@ -197,11 +217,26 @@ def decode_packed_rows(data: bytes) -> PackedRows:
     check_tensor("bit_17", bit_17, (torch.uint8,), shape=(-(-values.numel() // 8),))
     if tail is not None:
         check_tensor("tail_logprob", tail, (torch.float32,), shape=values.shape[:2])
+    fingerprints = payload.get("label_fingerprints")
+    if fingerprints is not None:
+        _check_fingerprints(fingerprints, payload.get("fingerprint_chunk"), values.shape)
     return PackedRows(
         values=values.detach(),
         indices_low=low.detach(),
         bit_17=bit_17.detach(),
         tail_logprob=None if tail is None else tail.detach(),
+        label_fingerprints=None if fingerprints is None else fingerprints.detach(),
+    )
+
+
+def _check_fingerprints(fingerprints: Any, chunk: Any, shape: Sequence[int]) -> None:
+    if not isinstance(chunk, int) or chunk != CHUNK:
+        raise CacheFormatError(
+            f"its 'fingerprint_chunk' is {chunk!r}, expected {CHUNK}: another version of this "
+            "package wrote it"
+        )
+    check_tensor(
+        "label_fingerprints", fingerprints, (torch.int64,), shape=(chunk_count(shape[0]), shape[1])
     )
 
 

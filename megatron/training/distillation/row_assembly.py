@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.training.distillation.errors import CacheFormatError, TeacherSequenceError
+from megatron.training.distillation.fingerprint import CHUNK, comparable_chunks
 from megatron.training.distillation.payload import (
     INDEX_SENTINEL,
     LOGPROB_SENTINEL,
@@ -85,6 +86,7 @@ class RowAssembler:
             out_indices.fill_(INDEX_SENTINEL)
         has_tail = all(payload.tail_logprob is not None for payload, _ in groups)
         out_tail = torch.empty(shape[:3]) if has_tail else None
+        out_fingerprints = self._room_for_fingerprints(groups, sequences[0])
         for payload, group in groups:
             selected = [row for source in group for row in range(source.row_start, source.row_end)]
             offset = 0
@@ -107,6 +109,10 @@ class RowAssembler:
                     out_indices[*to, :width] = _by_microbatch(part.indices[:, rows], blocks)
                     if out_tail is not None and part.tail_logprob is not None:
                         out_tail[to] = _by_microbatch(part.tail_logprob[:, rows], blocks)
+                    if out_fingerprints is not None and part.label_fingerprints is not None:
+                        # Of the whole sequence, so the same again for every chunk of this rank.
+                        whole = part.label_fingerprints[: out_fingerprints.size(1), rows]
+                        out_fingerprints[to[0], :, to[2]] = _by_microbatch(whole, blocks)
                     begin += count
                 offset = positions.stop
         return tuple(
@@ -114,9 +120,23 @@ class RowAssembler:
                 values=out_values[m],
                 indices=out_indices[m],
                 tail_logprob=None if out_tail is None else out_tail[m],
+                label_fingerprints=None if out_fingerprints is None else out_fingerprints[m],
             )
             for m in range(layout.num_microbatches)
         )
+
+    def _room_for_fingerprints(
+        self, groups: list[tuple[PackedRows, list[RowSource]]], stored: int
+    ) -> torch.Tensor | None:
+        """Return ``(num_microbatches, C, mbs)`` int64 for the chunks that can be compared.
+
+        None if there are none, or if a member of the batch has no fingerprints.
+        """
+        layout = self._layout
+        chunks = comparable_chunks(stored, layout.seq_length or stored)
+        if chunks == 0 or any(payload.label_fingerprints is None for payload, _ in groups):
+            return None
+        return torch.empty((layout.num_microbatches, chunks, layout.mbs), dtype=torch.int64)
 
     def _positions(self, stored: int) -> list[slice]:
         """Return this CP rank's positions of a stored sequence: chunks r and 2 * cp - 1 - r."""
@@ -135,11 +155,13 @@ class RowAssembler:
                         "The teacher sequences in %s have %d tokens, the student's %d: trimming "
                         "them to their first %d tokens. That is right only where a sample begins "
                         "with the same token in both runs; Megatron's GPTDataset cuts its "
-                        "documents into other samples when --seq-length differs.",
+                        "documents into other samples when --seq-length differs. The labels of "
+                        "the first %d tokens are compared with the teacher's.",
                         self._cache,
                         stored,
                         needed,
                         needed,
+                        comparable_chunks(stored, needed) * CHUNK,
                     )
         if layout.cp_size == 1:
             return [slice(0, needed)]

@@ -175,6 +175,7 @@ class IterationBuffer:
         values: torch.Tensor,
         indices: torch.Tensor,
         tail_logprob: torch.Tensor | None = None,
+        label_fingerprints: torch.Tensor | None = None,
     ) -> None:
         """Queue one iteration; the tensors must not change afterwards. A replay replaces it.
 
@@ -184,6 +185,7 @@ class IterationBuffer:
             values: ``(S, n, K)`` log-probabilities on the CPU, in the dtype to store.
             indices: ``(S, n, K)`` token ids.
             tail_logprob: ``(S, n)`` log of the mass outside the K entries, or None.
+            label_fingerprints: ``(ceil(S / 64), n)`` fingerprints of the labels, or None.
         """
         with self._lock:
             if self._encoder is None:
@@ -191,7 +193,9 @@ class IterationBuffer:
             replaced = self._iterations.get(start)
             if replaced is not None:
                 replaced[1].cancel()
-            job = self._encoder.submit(encode_logprobs_payload, values, indices, tail_logprob)
+            job = self._encoder.submit(
+                encode_logprobs_payload, values, indices, tail_logprob, label_fingerprints
+            )
             self._iterations[start] = (end, job)
 
     def take(self) -> list[BufferedIteration]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the student's logits between the model's forward pass and its loss function."""
+"""Keeps the student's logits and labels between the model's forward pass and its loss function."""
 
 from typing import Any
 
@@ -19,12 +19,15 @@ def get_student_logits_capture() -> "StudentLogitsCapture | None":
 class StudentLogitsCapture:
     """Keeps the differentiable logits of the latest training forward pass for the loss function.
 
+    The labels that the model's own loss is given with them are kept, too.
+
     Megatron's cross entropy works in place on fp32 logits, and Transformer Engine's on logits of
     any dtype: where the model's own loss would write to the captured tensor, it is given a copy.
     """
 
     def __init__(self) -> None:
         self._logits: torch.Tensor | None = None
+        self._labels: torch.Tensor | None = None
         self._tap: OutputLayerTap | None = None
         self._loss_override: LossOverride | None = None
 
@@ -47,6 +50,12 @@ class StudentLogitsCapture:
 
     def _keep(self, logits: torch.Tensor) -> None:
         self._logits = logits
+        self._labels = None
+
+    def keep_labels(self, labels: torch.Tensor) -> None:
+        """Keep *labels* if the model's loss is called with them for the captured logits."""
+        if self._tap is not None and self._tap.claim_loss():
+            self._labels = labels
 
     def holds(self, logits: torch.Tensor) -> bool:
         """Return whether *logits* shares its memory with the captured tensor."""
@@ -68,6 +77,14 @@ class StudentLogitsCapture:
         self._logits = None
         return logits
 
+    def pop_labels(self) -> torch.Tensor | None:
+        """Return the labels of the captured logits, ``(B, S)`` or packed, and forget them.
+
+        None where the model's ``compute_language_model_loss`` was not called with them.
+        """
+        labels, self._labels = self._labels, None
+        return labels
+
     def remove_hooks(self) -> None:
         """Take the hooks off the model and forget what was captured."""
         if self._tap is not None:
@@ -76,7 +93,7 @@ class StudentLogitsCapture:
         if self._loss_override is not None:
             self._loss_override.remove()
             self._loss_override = None
-        self._logits = None
+        self._logits = self._labels = None
 
 
 class _UnharmedLoss:
@@ -87,6 +104,7 @@ class _UnharmedLoss:
         self._overwrites_any_dtype = overwrites_any_dtype
 
     def __call__(self, original: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        self._capture.keep_labels(labels)
         overwrites = self._overwrites_any_dtype or logits.dtype == torch.float32
         if overwrites and self._capture.holds(logits):
             logits = logits.clone()

@@ -613,8 +613,8 @@ def test_ignored_errors_fall_back_to_the_lm_loss_and_recover(
                     assert given.grad.abs().sum() > 0
     assert reported == [True, True, False, False, False, False, True, True]
     assert kd_loss.skipped_iterations == 2
-    assert len(caplog.records) == 2
-    for record, sample, count in zip(caplog.records, (2, 4), (1, 2), strict=True):
+    skips = [record for record in caplog.records if "No teacher targets" in record.getMessage()]
+    for record, sample, count in zip(skips, (2, 4), (1, 2), strict=True):
         message = record.getMessage()
         assert f"starts at sample {sample}" in message
         assert f"{count} steps so far" in message
