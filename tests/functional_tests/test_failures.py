@@ -98,11 +98,20 @@ def test_cache_of_another_run_stops_the_student(workshop: Workshop) -> None:
     assert "train_samples is" not in job.log
 
 
-def test_ignored_hash_accepts_the_cache_of_another_run(workshop: Workshop) -> None:
+def test_ignored_hash_accepts_the_same_data_under_another_name(
+    workshop: Workshop, tmp_path: Path
+) -> None:
     arguments = workshop.student_arguments(AS_DUMPED, workshop.dump("dp2").cache)
-    arguments += ["--seed", "4321", "--logits-load-ignore-hash", "--exit-interval", "2"]
-    job = workshop.jobs.run("student-ignores-hash", arguments, ranks=2)
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{workshop.corpus}{suffix}", tmp_path / f"renamed{suffix}")
+    arguments += ["--data-path", str(tmp_path / "renamed"), "--exit-interval", "2"]
+    job = workshop.jobs.run("student-renamed", arguments, ranks=2, succeeds=False)
+    assert "its blend is" in job.log
+    job = workshop.jobs.run(
+        "student-ignores-hash", [*arguments, "--logits-load-ignore-hash"], ranks=2
+    )
     assert len(job.series("logits distillation loss")) == 2
+    assert "without proof" not in job.log
 
 
 def test_refused_flags_stop_a_dump_before_it_is_built(workshop: Workshop, tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ class StubRun:
         )
 
 
+def placed(**sizes: Any) -> ParallelLayout:
+    """A layout without groups, for what does not communicate; *sizes* replace fields of SINGLE."""
+    return replace(SINGLE, **sizes)
+
+
 def group_layout(**sizes: Any) -> ParallelLayout:
     """A layout over the whole gloo group of a forked rank; *sizes* replace fields of SINGLE."""
     groups = {"stage_group": dist.group.WORLD, "tp_group": dist.group.WORLD}

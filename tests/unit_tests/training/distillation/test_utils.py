@@ -347,6 +347,31 @@ def test_payload_of_a_view_holds_only_the_view():
     assert len(small) < 2000
 
 
+@pytest.mark.parametrize("length", [1, 64, 65])
+def test_fingerprints_come_back_with_their_rows(length):
+    values, indices = torch.randn(length, 3, 2), torch.zeros(length, 3, 2, dtype=torch.int32)
+    fingerprints = torch.tensor([[-(1 << 63), 5, (1 << 63) - 1], [7, -8, 9]])[: -(-length // 64)]
+    data = utils.encode_logprobs_payload(values, indices, label_fingerprints=fingerprints)
+    assert torch.equal(utils.decode_packed_rows(data).label_fingerprints, fingerprints)
+    for rows in (None, slice(1, 3), [2, 0]):
+        found = utils.decode_teacher_rows(data, rows).label_fingerprints
+        assert torch.equal(found, fingerprints if rows is None else fingerprints[:, rows])
+    part = utils.decode_packed_rows(data).unpack(slice(1, 2), slice(0, 1))
+    assert torch.equal(part.label_fingerprints, fingerprints[:, 1:2])
+    # Other programs take what they know and leave the rest.
+    assert torch.equal(utils.decode_logprobs_payload(data)[0], values)
+    content = torch.load(io.BytesIO(zstandard.decompress(data)), weights_only=True)
+    assert list(content)[-2:] == ["label_fingerprints", "fingerprint_chunk"]
+    assert content["fingerprint_chunk"] == 64
+
+
+def test_payload_without_fingerprints_has_no_trace_of_them():
+    data = utils.encode_logprobs_payload(torch.randn(2, 2, 3), torch.zeros(2, 2, 3).int())
+    assert utils.decode_packed_rows(data).label_fingerprints is None
+    content = torch.load(io.BytesIO(zstandard.decompress(data)), weights_only=True)
+    assert not any("fingerprint" in key for key in content)
+
+
 def test_masked_entries_survive_by_value():
     values = torch.tensor([[[-0.5, utils.LOGPROB_SENTINEL]]], dtype=torch.float16)
     data = utils.encode_logprobs_payload(values, torch.tensor([[[7, utils.INDEX_SENTINEL]]]))
@@ -388,6 +413,22 @@ def test_nothing_in_a_payload_is_executed(tmp_path, monkeypatch):
         (payload_dict(bit_17=None), "'bit_17' is a NoneType"),
         (payload_dict(tail_logprob=torch.zeros(2, 3)), r"'tail_logprob' .* shape \(2, 2\)"),
         (payload_dict(tail_logprob=torch.zeros(2, 2).half()), "'tail_logprob' is torch.float16"),
+        *(
+            (
+                payload_dict(label_fingerprints=torch.zeros(1, 2).long(), fingerprint_chunk=chunk),
+                f"'fingerprint_chunk' is {chunk}, expected 64",
+            )
+            for chunk in (None, 32, 64.5)
+        ),
+        *(
+            (payload_dict(label_fingerprints=found, fingerprint_chunk=64), message)
+            for found, message in (
+                (torch.zeros(2, 2).long(), r"'label_fingerprints' .* expected shape \(1, 2\)"),
+                (torch.zeros(1, 2), "'label_fingerprints' is torch.float32"),
+                ([1, 2], "'label_fingerprints' is a list"),
+                (torch.zeros(1, 1).long().expand(1, 2), "'label_fingerprints' .* contiguous"),
+            )
+        ),
         (payload_dict(values=torch.zeros(2, 2, 3).to_sparse()), "'values' .* contiguous"),
         (payload_dict(values=torch.zeros(2, 2, 3, device="meta")), "'values' .* contiguous"),
     ],
