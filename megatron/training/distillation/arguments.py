@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training.distillation.manifest import ExpectedRun, RunManifest
+from megatron.training.distillation.run_manifest import run_manifest
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -180,6 +182,7 @@ class RunSettings:
         vocab_size: Size of the real vocabulary, without padding; None if no tokenizer says.
         mtp_num_layers: Multi-token prediction heads, which pass the output layer before the main.
         identifiers: The run identity of the shard metadata, in the order that is hashed.
+        manifest: What else decides the numbers in a cache.
     """
 
     micro_batch_size: int
@@ -188,6 +191,7 @@ class RunSettings:
     vocab_size: int | None
     mtp_num_layers: int
     identifiers: dict[str, Any]
+    manifest: RunManifest | None = None
 
     @classmethod
     def from_global_args(cls) -> "RunSettings":
@@ -200,6 +204,16 @@ class RunSettings:
             vocab_size=real_vocab_size(args),
             mtp_num_layers=args.mtp_num_layers or 0,
             identifiers=run_identifiers(args),
+            manifest=run_manifest(args, _tokenizer(args)),
+        )
+
+    def expected_run(self, *, enforced: bool, reports: bool) -> ExpectedRun:
+        """Return the run as a reader expects to find it in a cache."""
+        return ExpectedRun(
+            identifiers=self.identifiers,
+            manifest=self.manifest,
+            enforced=enforced,
+            reports=reports,
         )
 
 
@@ -242,9 +256,12 @@ def log_scalar(name: str, value: float, iteration: int) -> None:
 
 def real_vocab_size(args: argparse.Namespace) -> int | None:
     """Return the vocabulary size without padding, or None where no tokenizer is configured."""
-    if getattr(args, "tokenizer_type", None) is None:
-        return None
-    return int(get_tokenizer().vocab_size)
+    tokenizer = _tokenizer(args)
+    return None if tokenizer is None else int(tokenizer.vocab_size)
+
+
+def _tokenizer(args: argparse.Namespace) -> Any:
+    return None if getattr(args, "tokenizer_type", None) is None else get_tokenizer()
 
 
 def run_identifiers(args: argparse.Namespace) -> dict[str, Any]:

@@ -61,7 +61,9 @@ class CachedLogitsKDLoss:
         stream = TargetStream(
             StreamOptions(
                 logprobs_dir=logprobs_dir,
-                expected_identifiers=None if ignore_hash else self._settings.identifiers,
+                expected_identifiers=self._settings.expected_run(
+                    enforced=not ignore_hash, reports=self._layout.speaks_for_stage
+                ),
                 decode_threads=decode_threads,
                 decode_lookahead=None,
                 msc_prefetch_depth=msc_prefetch_depth,

@@ -15,14 +15,15 @@ The package uses :func:`open_directory` and :func:`is_shard_name` of this module
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Sequence
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import CacheFormatError, TeacherLayoutError
+from megatron.training.distillation.manifest import ExpectedRun
 from megatron.training.distillation.payload import (
     LOGPROB_SENTINEL,
     VALUE_DTYPES,
@@ -157,10 +158,12 @@ class LegacyDirectory(ShardDirectory):
         """Return the basename of the file of *shard*."""
         return str(_Name(0, shard.dp_rank, shard.end // self._layout.gbs - 1))
 
-    def open_shard(self, shard: ShardName, stream: BinaryIO, identity: Any) -> OpenShard:
+    def open_shard(
+        self, shard: ShardName, stream: BinaryIO, identity: ExpectedRun | None
+    ) -> OpenShard:
         """Walk and verify *shard*, whose content is *stream*."""
         if identity is not None and self._layout.seq_length is not None:
-            identity = {**identity, "sequence_length": self._layout.seq_length}
+            identity = identity.with_identifiers(sequence_length=self._layout.seq_length)
         return LegacyShard(
             self.path_of(shard), shard, stream, identity, layout=self._layout, dp_size=self.dp_size
         )
@@ -178,7 +181,7 @@ class LegacyShard(OpenShard):
         path: str,
         name: ShardName,
         stream: BinaryIO,
-        identity: Mapping[str, Any] | None,
+        identity: ExpectedRun | None,
         *,
         layout: LoadLayout,
         dp_size: int,

@@ -102,6 +102,7 @@ class LogitsSaverHooks:
                 dp_size_save=self._layout.dp_size,
                 gbs_save=self._settings.global_batch_size,
             ),
+            self._settings.manifest,
         )
         self._meta_bytes = meta.to_bytes()
 

@@ -8,10 +8,12 @@ import bisect
 import heapq
 import itertools
 import logging
+import os
 import threading
+import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import BinaryIO, NamedTuple
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import (
@@ -20,6 +22,7 @@ from megatron.training.distillation.errors import (
     TeacherDataMissingError,
     TeacherLayoutError,
 )
+from megatron.training.distillation.manifest import ExpectedRun
 from megatron.training.distillation.payload import PackedRows, decode_packed_rows
 from megatron.training.distillation.utils import (
     ShardMeta,
@@ -29,7 +32,7 @@ from megatron.training.distillation.utils import (
     parse_member_name,
     read_member,
     read_shard_meta,
-    read_tar_index,
+    walk_tar,
 )
 
 logger = logging.getLogger(__name__)
@@ -121,7 +124,9 @@ class ShardDirectory:
         """Return the path of the file of *shard*."""
         return storage.join(self.path, self.file_name(shard))
 
-    def open_shard(self, shard: ShardName, stream: BinaryIO, identity: Any) -> "OpenShard":
+    def open_shard(
+        self, shard: ShardName, stream: BinaryIO, identity: ExpectedRun | None
+    ) -> "OpenShard":
         """Walk and verify *shard*, whose content is *stream*."""
         return OpenShard(self.path_of(shard), shard, stream, identity)
 
@@ -206,21 +211,21 @@ class MemberRows(NamedTuple):
 class OpenShard:
     """An open shard whose headers have been walked and whose metadata has been verified."""
 
-    def __init__(self, path: str, name: ShardName, stream: BinaryIO, identity: Any) -> None:
+    def __init__(
+        self, path: str, name: ShardName, stream: BinaryIO, identity: ExpectedRun | None
+    ) -> None:
         self.path = path
         self.name = name
         self._stream = stream
         self._lock = threading.Lock()
-        try:
-            index = read_tar_index(stream)
-        except CacheFormatError as error:
-            raise CacheFormatError(
-                f"Teacher shard {path} is damaged: {error}. {REPAIR_HINT}"
-            ) from error
-        meta = self._read_meta(index)
-        if identity is not None:
-            check_identity(meta, identity, path)
-        self.mbs, self.dp_size = meta.saver.mbs_save, meta.saver.dp_size_save
+        walk = self._walk()
+        index = list(itertools.islice(walk, 1))
+        self.meta = self._read_meta(index)
+        self._check_size()
+        index += walk
+        self._checksums = self._check_seal(index)
+        self.differences = [] if identity is None else check_identity(self.meta, identity, path)
+        self.mbs, self.dp_size = self.meta.saver.mbs_save, self.meta.saver.dp_size_save
         if name.dp_rank >= self.dp_size:
             raise CacheFormatError(
                 f"Teacher shard {path} is of DP rank {name.dp_rank}, but its metadata says "
@@ -228,8 +233,46 @@ class OpenShard:
             )
         self._members = self._check_members(index)
 
+    def _walk(self) -> Iterator[TarMember]:
+        try:
+            yield from walk_tar(self._stream)
+        except CacheFormatError as error:
+            raise CacheFormatError(
+                f"Teacher shard {self.path} is damaged: {error}. {REPAIR_HINT}"
+            ) from error
+
     def _read_meta(self, index: list[TarMember]) -> ShardMeta:
         return read_shard_meta(self._stream, index, self.path)
+
+    def _check_size(self) -> None:
+        """Compare the file with the size that was recorded; a cut may fall between two members."""
+        content = self.meta.content
+        if content is None:
+            return
+        size = self._stream.seek(0, os.SEEK_END)
+        if size != content.size:
+            raise CacheFormatError(
+                f"Teacher shard {self.path} is damaged: it has {size} bytes, and was written with "
+                f"{content.size} bytes and {content.members} members. {REPAIR_HINT}"
+            )
+
+    def _check_seal(self, index: list[TarMember]) -> dict[TarMember, int]:
+        """Return the recorded checksum of each member; none where the cache records none."""
+        content = self.meta.content
+        if content is None:
+            return {}
+        if content.name != str(self.name):
+            raise CacheFormatError(
+                f"Teacher shard {self.path} was written as {content.name}. It was renamed, or "
+                "belongs to another cache: give it its name back, or dump these samples again."
+            )
+        members = index[1:]
+        if len(members) != content.members:
+            raise CacheFormatError(
+                f"Teacher shard {self.path} is damaged: it has {len(members)} members, and was "
+                f"written with {content.members}. {REPAIR_HINT}"
+            )
+        return dict(zip(members, content.checksums, strict=True))
 
     def _check_members(self, index: list[TarMember]) -> list[MemberRows]:
         members = []
@@ -263,6 +306,7 @@ class OpenShard:
         try:
             with self._lock:
                 data = read_member(self._stream, member.entry)
+            self._check_checksum(member.entry, data)
             rows = self._parse(data)
         except TeacherLayoutError:
             raise
@@ -279,6 +323,15 @@ class OpenShard:
                 f"{member.end - member.start} samples over {self.dp_size} DP ranks. {REPAIR_HINT}"
             )
         return rows
+
+    def _check_checksum(self, entry: TarMember, data: bytes) -> None:
+        """Compare what was read with what was recorded: it may be another shard's member."""
+        recorded = self._checksums.get(entry)
+        if recorded is not None and (found := zlib.crc32(data)) != recorded:
+            raise CacheFormatError(
+                f"its checksum is {found}, it was written with {recorded}: it was changed or "
+                "exchanged since"
+            )
 
     def _parse(self, data: bytes) -> PackedRows:
         return decode_packed_rows(data)

@@ -24,8 +24,10 @@ from megatron.training.distillation.errors import (
     TeacherLayoutError,
 )
 from megatron.training.distillation.legacy import open_directory
+from megatron.training.distillation.manifest import ExpectedRun
 from megatron.training.distillation.payload import PackedRows, TeacherRows
 from megatron.training.distillation.row_assembly import RowAssembler, RowSource
+from megatron.training.distillation.shard_company import ShardCompany
 from megatron.training.distillation.shard_directory import MemberRows, OpenShard, ShardDirectory
 from megatron.training.distillation.targets import (
     IterationFailure,
@@ -47,8 +49,8 @@ class TeacherRowReader:
     Args:
         logprobs_dir: Directory of the cache, a local path or ``msc://`` URL.
         layout: The student's batches and this rank's share.
-        expected_identifiers: The run's data identifiers, which every shard must have been recorded
-            with; None accepts any shard.
+        expected_identifiers: The run whose data every shard must have been recorded over, or its
+            data identifiers alone; None accepts any shard.
         decode_threads: Threads that read and decode members.
         decode_lookahead: Iterations decoded ahead of the one handed out; None means as many as
             there are threads, and none with a single thread. Each holds this rank's decoded rows.
@@ -63,7 +65,7 @@ class TeacherRowReader:
         logprobs_dir: str,
         layout: LoadLayout,
         *,
-        expected_identifiers: Mapping[str, Any] | None,
+        expected_identifiers: ExpectedRun | Mapping[str, Any] | None,
         decode_threads: int = 4,
         decode_lookahead: int | None = None,
         msc_prefetch_depth: int = 2,
@@ -71,7 +73,7 @@ class TeacherRowReader:
     ) -> None:
         self.logprobs_dir = logprobs_dir
         self.layout = layout
-        self.expected_identifiers = expected_identifiers
+        self.expected_run = ExpectedRun.of(expected_identifiers)
         self.decode_threads = max(1, decode_threads)
         if decode_lookahead is None:
             decode_lookahead = self.decode_threads if self.decode_threads > 1 else 0
@@ -111,6 +113,7 @@ class _RowStream:
         self._pending: deque[tuple[int, Future[tuple[TeacherRows, ...]]]] = deque()
         self._next = 0
         self._assembler = RowAssembler(reader.layout, directory.path)
+        self._company = ShardCompany(reader.expected_run)
 
     def run(self, start: int) -> Iterator[IterationTargets | IterationFailure]:
         """Yield the iterations from sample *start* on."""
@@ -258,9 +261,8 @@ class _RowStream:
                 if stream is None:
                     stream = storage.open_read(path)
                 try:
-                    shard = self._directory.open_shard(
-                        name, stream, self._reader.expected_identifiers
-                    )
+                    shard = self._directory.open_shard(name, stream, self._reader.expected_run)
+                    self._company.admit(shard)
                 except BaseException:
                     stream.close()
                     raise

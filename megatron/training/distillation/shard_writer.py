@@ -24,6 +24,7 @@ from megatron.training.distillation.publication import (
     SetAside,
     plan_publication,
 )
+from megatron.training.distillation.shard_content import seal_meta
 from megatron.training.distillation.storage_retry import retry
 from megatron.training.distillation.utils import (
     ShardName,
@@ -51,7 +52,7 @@ def write_batched_tar(
 
     Args:
         path: Where the shard goes; its basename is a :class:`ShardName`.
-        meta_bytes: Content of ``_meta.json``.
+        meta_bytes: Content of ``_meta.json``, to which the shard's own content is added.
         members: ``(name, zstd frame)`` by ascending start sample.
         msc_enabled: Whether the training process had the multi-storage client enabled; a worker
             process does not inherit that.
@@ -67,9 +68,10 @@ def write_batched_tar(
     directory, basename = os.path.split(path)
     name = ShardName.parse(basename)
     assert name is not None, path
+    sealed = seal_meta(meta_bytes, str(name), members)
 
     def attempt() -> None:
-        _write_once(directory, name, meta_bytes, members)
+        _write_once(directory, name, sealed, members)
 
     retry(
         attempt,
@@ -114,6 +116,7 @@ def _extract(directory: str, step: Extract) -> None:
                 for entry in index
                 if _belongs_to(step.target, entry.name, source)
             ]
+            meta_bytes = seal_meta(meta_bytes, str(step.target), members)
         except CacheFormatError as error:
             logger.warning(
                 "Samples %d to %d were recorded in %s alone, which is damaged (%s): they have to "

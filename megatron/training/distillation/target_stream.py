@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import TeacherDataError
+from megatron.training.distillation.manifest import ExpectedRun
 from megatron.training.distillation.shard_reader import TeacherRowReader
 from megatron.training.distillation.targets import (
     IterationFailure,
@@ -33,7 +34,8 @@ class StreamOptions:
 
     Attributes:
         logprobs_dir: Directory of the cache, a local path or ``msc://`` URL.
-        expected_identifiers: Identity the shards must have, or None to accept any.
+        expected_identifiers: The run whose data the shards must be of, or its identifiers alone;
+            None accepts any.
         decode_threads: Threads that decode payloads ahead.
         decode_lookahead: Iterations decoded ahead; None chooses by the number of threads.
         msc_prefetch_depth: Whole shards fetched ahead from an object store.
@@ -41,7 +43,7 @@ class StreamOptions:
     """
 
     logprobs_dir: str
-    expected_identifiers: Mapping[str, Any] | None
+    expected_identifiers: ExpectedRun | Mapping[str, Any] | None
     decode_threads: int
     decode_lookahead: int | None
     msc_prefetch_depth: int

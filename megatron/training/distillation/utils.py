@@ -2,23 +2,21 @@
 """The contract between the teacher's writer and the student's reader, as pure functions.
 
 Two sections: the tar format of a shard, and the plan that maps the student's batches onto the
-teacher's rows. The packing of indices and the payload codec are a module of their own, ``payload``,
-whose names are served here too. Everything works on ints, bytes, tensors and already open streams.
-The format itself is specified in this package's README.
+teacher's rows. The payload codec and the metadata are modules of their own, ``payload`` and
+``shard_meta``, whose names are served here too. Everything works on ints, bytes, tensors and
+already open streams. The format itself is specified in this package's README.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import math
 import os
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from megatron.training.distillation.errors import CacheFormatError, CacheIdentityError
 from megatron.training.distillation.payload import (
@@ -34,6 +32,14 @@ from megatron.training.distillation.payload import (
     encode_logprobs_payload,
     v2_pack_indices,
     v2_unpack_indices,
+)
+from megatron.training.distillation.shard_meta import (
+    META_TAR_MEMBER,
+    SaverSettings,
+    ShardMeta,
+    check_identity,
+    identity_hash,
+    parse_meta,
 )
 
 __all__ = [
@@ -71,20 +77,19 @@ __all__ = [
     "row_runs",
     "v2_pack_indices",
     "v2_unpack_indices",
+    "walk_tar",
     "write_shard_tar",
 ]
 
-META_TAR_MEMBER = "_meta.json"
 LOGPROBS_TAR_MEMBER_SUFFIX = ".pt.zst"
 
 
 # ------------------------------------------------------------------------------------------
-# Tar format: names, metadata, archive
+# Tar format: names, archive
 # ------------------------------------------------------------------------------------------
 
 _SHARD_RE = re.compile(r"dp(\d+)__(\d+)-(\d+)\.tar", re.ASCII)
 _MEMBER_RE = re.compile(rf"(\d+)-(\d+){re.escape(LOGPROBS_TAR_MEMBER_SUFFIX)}", re.ASCII)
-_IDENTIFIER_KEYS = ("seed", "train_samples", "blend")
 _BLOCK = tarfile.BLOCKSIZE
 _MAX_META_BYTES = 1 << 24
 
@@ -125,159 +130,6 @@ def parse_member_name(name: str) -> tuple[int, int] | None:
     return (start, end) if start < end and member_name(start, end) == name else None
 
 
-def identity_hash(identifiers: Mapping[str, Any]) -> str:
-    """Return the md5 hex digest over ``seed``, ``train_samples`` and ``blend``, in that order.
-
-    Further identifiers do not enter it, so that every reader of the format computes the same hash.
-    """
-    text = _compact_json({key: identifiers[key] for key in _IDENTIFIER_KEYS})
-    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaverSettings:
-    """How the teacher recorded a shard.  Only the batch geometry is needed to read it."""
-
-    k: int | None = None
-    p: float | None = None
-    min_k: int | None = None
-    save_dtype: str | None = None
-    mbs_save: int
-    dp_size_save: int
-    gbs_save: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardMeta:
-    """The ``_meta.json`` of a shard."""
-
-    hash: str | None
-    identifiers: Mapping[str, Any] | None
-    saver: SaverSettings
-
-    @classmethod
-    def for_run(cls, identifiers: Mapping[str, Any], saver: SaverSettings) -> ShardMeta:
-        """Return the metadata of a run over the data that *identifiers* describe, hash included."""
-        return cls(hash=identity_hash(identifiers), identifiers=identifiers, saver=saver)
-
-    def to_bytes(self) -> bytes:
-        """Return the compact JSON, its keys in the order of the format."""
-        saver = self.saver
-        content = {
-            "hash": self.hash,
-            "identifiers": self.identifiers and dict(self.identifiers),
-            "saver": {
-                "k": saver.k,
-                "p": saver.p,
-                "min_k": saver.min_k,
-                "save_dtype": saver.save_dtype,
-                "format_version": FORMAT_VERSION,
-                "mbs_save": saver.mbs_save,
-                "dp_size_save": saver.dp_size_save,
-                "gbs_save": saver.gbs_save,
-            },
-        }
-        return _compact_json(content).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes, where: str = "the shard") -> ShardMeta:
-        """Parse *data*; unknown keys are ignored, ``hash`` and ``identifiers`` may be missing.
-
-        Raises:
-            CacheFormatError: *data* (found in *where*) is not metadata of this format version.
-        """
-        content = parse_meta(data, where)
-        saver = content["saver"]
-        mbs, dp_size, gbs = (
-            _positive_size(saver, key, where) for key in ("mbs_save", "dp_size_save", "gbs_save")
-        )
-        if gbs % (mbs * dp_size):
-            raise CacheFormatError(
-                f"{META_TAR_MEMBER} in {where} has gbs_save {gbs}, which is not a multiple of "
-                f"mbs_save * dp_size_save = {mbs} * {dp_size}."
-            )
-        identifiers = content.get("identifiers")
-        return cls(
-            hash=content.get("hash"),
-            identifiers=identifiers if isinstance(identifiers, dict) else None,
-            saver=SaverSettings(
-                k=saver.get("k"),
-                p=saver.get("p"),
-                min_k=saver.get("min_k"),
-                save_dtype=saver.get("save_dtype"),
-                mbs_save=mbs,
-                dp_size_save=dp_size,
-                gbs_save=gbs,
-            ),
-        )
-
-
-def parse_meta(
-    data: bytes, where: str, versions: Sequence[int | None] = (FORMAT_VERSION,)
-) -> dict[str, Any]:
-    """Return the JSON of a ``_meta.json``: an object with a ``saver`` object of these *versions*.
-
-    Raises:
-        CacheFormatError: *data* (found in *where*) is not that.
-    """
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CacheFormatError(f"{META_TAR_MEMBER} in {where} is not JSON: {error}") from error
-    saver = content.get("saver") if isinstance(content, dict) else None
-    if not isinstance(content, dict) or not isinstance(saver, dict):
-        raise CacheFormatError(
-            f"{META_TAR_MEMBER} in {where} has no 'saver' object, found {str(content)[:80]!r}: "
-            "the file was not written by a teacher dump."
-        )
-    version = saver.get("format_version")
-    if version not in versions:
-        raise CacheFormatError(
-            f"{META_TAR_MEMBER} in {where} has format_version {version!r}, expected "
-            f"{' or '.join(map(str, versions))}. Read it with the software that wrote it, or dump "
-            "it again."
-        )
-    return content
-
-
-def _positive_size(saver: Mapping[str, Any], key: str, where: str) -> int:
-    size = saver.get(key)
-    if type(size) is int and size > 0:
-        return size
-    raise CacheFormatError(
-        f"{META_TAR_MEMBER} in {where} has {key} {size!r}, expected a positive integer."
-    )
-
-
-def check_identity(meta: ShardMeta, expected_identifiers: Mapping[str, Any], where: str) -> None:
-    """Check that the shard at *where* was recorded over the data the expected identifiers describe.
-
-    Raises:
-        CacheIdentityError: The hashes differ, or an identifier that both sides know does. The
-            message names each differing one with both values.
-    """
-    expected = json.loads(_compact_json(expected_identifiers))
-    expected_hash = identity_hash(expected)
-    found = meta.identifiers or {}
-    differing = [key for key in expected if key in found and found[key] != expected[key]]
-    if meta.hash == expected_hash and not differing:
-        return
-    if meta.hash is None:
-        reason = f"it carries no identity hash, expected {expected_hash}"
-    elif differing:
-        reason = "; ".join(
-            f"its {key} is {_compact_json(found[key])}, here it is {_compact_json(expected[key])}"
-            for key in differing
-        )
-    else:
-        reason = f"its identity hash is {meta.hash!r}, expected {expected_hash}"
-    raise CacheIdentityError(
-        f"Teacher shard {where} belongs to another run: {reason}. Give the student the teacher's "
-        "seed, length of training and data, or point --logits-load-dir at the cache of this data "
-        "(--logits-load-ignore-hash skips this check)."
-    )
-
-
 def write_shard_tar(
     stream: BinaryIO, meta_bytes: bytes, members: Iterable[tuple[str, bytes]]
 ) -> None:
@@ -306,18 +158,22 @@ def read_tar_index(stream: BinaryIO) -> list[TarMember]:
     Raises:
         CacheFormatError: It is not a tar, or one that ends before its end marker.
     """
+    return list(walk_tar(stream))
+
+
+def walk_tar(stream: BinaryIO) -> Iterator[TarMember]:
+    """Yield what :func:`read_tar_index` returns; the stream may be moved in between."""
     end = stream.seek(0, os.SEEK_END)
-    members: list[TarMember] = []
-    position = 0
+    count = position = 0
     while True:
         stream.seek(position)
         header = read_exactly(stream, min(_BLOCK, end - position))
         if len(header) < _BLOCK:
             raise CacheFormatError(
-                f"it is truncated at byte {end}, without an end marker after {len(members)} members"
+                f"it is truncated at byte {end}, without an end marker after {count} members"
             )
         if not any(header):
-            return members
+            return
         try:
             info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
         except tarfile.TarError as error:
@@ -330,7 +186,8 @@ def read_tar_index(stream: BinaryIO) -> list[TarMember]:
                 f"{member.offset}, the file has {end}"
             )
         if info.isreg():
-            members.append(member)
+            count += 1
+            yield member
 
 
 def read_shard_meta(stream: BinaryIO, index: Sequence[TarMember], where: str) -> ShardMeta:
@@ -382,10 +239,6 @@ def read_exactly(stream: BinaryIO, size: int) -> bytes:
         data = stream.read(missing)
         chunks.append(data)
     return b"".join(chunks)
-
-
-def _compact_json(content: Any) -> str:
-    return json.dumps(content, separators=(",", ":"))
 
 
 # ------------------------------------------------------------------------------------------

@@ -295,6 +295,7 @@ def test_data_is_handed_over_once_and_written(run: StubRun, tmp_path: Path) -> N
         stream = tar.extractfile("_meta.json")
         assert stream is not None
         meta = json.load(stream)
+    assert meta.pop("content")["name"] == "dp1__8-16.tar"
     assert meta == {
         "hash": identity_hash(IDENTIFIERS),
         "identifiers": IDENTIFIERS,

@@ -29,8 +29,12 @@ def names(directory) -> list[str]:
 
 
 def contents(path) -> dict[str, bytes]:
+    """Return the members of a shard, its metadata without the seal."""
     with tarfile.open(path) as tar:
-        return {member.name: tar.extractfile(member).read() for member in tar}
+        members = {member.name: tar.extractfile(member).read() for member in tar}
+    meta = json.loads(members["_meta.json"])
+    assert meta.pop("content")["name"] == path.name
+    return members | {"_meta.json": json.dumps(meta, separators=(",", ":")).encode()}
 
 
 # ---- the write -----------------------------------------------------------------------------
