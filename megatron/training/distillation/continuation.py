@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import CacheFormatError, CacheIdentityError
+from megatron.training.distillation.manifest import Difference, compare
 from megatron.training.distillation.utils import (
     ShardMeta,
     ShardName,
@@ -29,11 +30,24 @@ FLAG_OF_FIELD = {
     "seed": "--seed",
     "train_samples": "train samples",
     "blend": "data blend",
+    "sequence_length": "--seq-length",
+    "split": "--split",
+    "dataloader_type": "--dataloader-type",
+    "sft": "--sft",
+    "blend_weighted": "weights in the data blend",
+    "vocab_size": "vocabulary size",
+    "padded_vocab_size": "padded vocabulary size",
+    "package_version": "version of this package",
+    "megatron_core_version": "version of megatron-core",
+    "teacher": "teacher's checkpoint",
 }
 
 
 def check_continues(directory: str, meta: ShardMeta) -> None:
     """Compare the dump that *meta* describes with the newest shard in *directory*, if there is one.
+
+    Another teacher's step or another software version is a warning. A blend must be the same to the
+    last weight, scaled or not, because other readers compare its hash.
 
     Raises:
         CacheIdentityError: They differ; names each field with both values.
@@ -49,12 +63,27 @@ def check_continues(directory: str, meta: ShardMeta) -> None:
         for field in ours
         if field in theirs and theirs[field] != ours[field]
     ]
+    if meta.manifest is not None and other.manifest is not None:
+        manifests = compare(other.manifest, meta.manifest, may_trim=False)
+        differences += map(_in_words, manifests.fatal)
+        if manifests.harmless and not differences:
+            logger.warning(
+                "This dump goes on in %s, whose shard %s differs: %s.",
+                directory,
+                path,
+                "; ".join(map(_in_words, manifests.harmless)),
+            )
     if differences:
         raise CacheIdentityError(
             f"--logits-save-dir holds shards of another dump, such as {path}: "
             f"{'; '.join(differences)}. Resume the dump with its own settings, or give this one "
             "another directory."
         )
+
+
+def _in_words(difference: Difference) -> str:
+    name = FLAG_OF_FIELD.get(difference.name, difference.name)
+    return f"{name} is {difference.theirs!r} there, {difference.ours!r} here"
 
 
 def _metas_from_newest(directory: str) -> Iterator[tuple[str, ShardMeta]]:

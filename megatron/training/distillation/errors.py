@@ -13,6 +13,10 @@ class CacheIdentityError(ValueError):
     """A shard was recorded by a run over other data than the current one."""
 
 
+class MixedCacheError(CacheIdentityError):
+    """Two shards of one directory come from different dumps."""
+
+
 class LogitsWriteError(RuntimeError):
     """A window of a dump could not be written."""
 

@@ -215,8 +215,8 @@ class LegacyShard(OpenShard):
             members.append(MemberRows(start, start + gbs, entry))
         return members
 
-    def _parse(self, data: bytes) -> PackedRows:
-        payload = load_archive(data)
+    def _parse(self, data: bytes, max_bytes: int) -> PackedRows:
+        payload = load_archive(data, max_bytes)
         content = payload if isinstance(payload, dict) else {}
         lists = [part for key in _PAYLOAD_KEYS if isinstance(part := content.get(key), list)]
         if len(lists) < len(_PAYLOAD_KEYS) or len(set(map(len, lists))) > 1 or not lists[0]:

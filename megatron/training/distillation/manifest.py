@@ -217,7 +217,7 @@ def _shares(split: Any) -> list[float] | list[Any]:
         parts = [float(part) for part in re.findall(r"[.0-9]+", split)]
     except (TypeError, ValueError):
         return [split]
-    return _normalized(parts) if sum(parts) > 0 else [split]
+    return _normalized([*parts, 0.0, 0.0, 0.0][:3]) if sum(parts[:3]) > 0 else [split]
 
 
 def _is_longer(theirs: Any, ours: Any) -> bool:

@@ -29,6 +29,10 @@ VALUE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # A zstd block takes at least 4 bytes and holds at most 128 KiB (RFC 8878, section 3.1.1.2).
 _ZSTD_BLOCK_MAX = 1 << 17
 _ZSTD_BLOCK_MIN_BYTES = 4
+MAX_PAYLOAD_BYTES = 1 << 36
+"""What a payload may decompress to where nothing tells its shape: 64 GiB."""
+# What torch.save adds to the tensors: a zip entry each, aligned to 64 bytes, and a small pickle.
+_ARCHIVE_OVERHEAD = 1 << 16
 # What the restricted unpickler and the zip reader behind torch.load raise on damaged input.
 _UNPICKLING_ERRORS = (
     ArithmeticError,
@@ -197,13 +201,23 @@ def _compact_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def decode_packed_rows(data: bytes) -> PackedRows:
+def max_payload_bytes(positions: int, rows: int, k: int) -> int:
+    """Return what a payload of these ``(S, n, K)`` may decompress to, in any dtype."""
+    tokens = positions * rows
+    return tokens * k * 6 + -(-tokens * k // 8) + tokens * 4 + _ARCHIVE_OVERHEAD
+
+
+def decode_packed_rows(data: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> PackedRows:
     """Decompress and check one member, executing nothing in it.
+
+    Args:
+        data: The member as stored.
+        max_bytes: What it may decompress to.
 
     Raises:
         CacheFormatError: The frame, the archive inside or the tensors are not what format v2 says.
     """
-    payload = load_archive(data)
+    payload = load_archive(data, max_bytes)
     version = payload.get("format_version") if isinstance(payload, dict) else None
     if version != FORMAT_VERSION:
         raise CacheFormatError(
@@ -251,16 +265,16 @@ def decode_logprobs_payload(data: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.values, rows.indices.long()
 
 
-def load_archive(data: bytes) -> Any:
+def load_archive(data: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Any:
     """Decompress one zstd frame and load what torch.save wrote into it, executing nothing.
 
     Raises:
         CacheFormatError: The frame or the archive inside is damaged, or holds more than plain data.
     """
-    return _load_payload(_decompress(data))
+    return _load_payload(_decompress(data, max_bytes))
 
 
-def _decompress(data: bytes) -> bytes:
+def _decompress(data: bytes, max_bytes: int) -> bytes:
     try:
         declared = zstandard.frame_content_size(data)
         if declared < 0:
@@ -268,6 +282,10 @@ def _decompress(data: bytes) -> bytes:
         if declared > len(data) // _ZSTD_BLOCK_MIN_BYTES * _ZSTD_BLOCK_MAX:
             raise CacheFormatError(
                 f"its zstd frame of {len(data)} bytes declares an impossible {declared} bytes"
+            )
+        if declared > max_bytes:
+            raise CacheFormatError(
+                f"its zstd frame declares {declared} bytes, expected at most {max_bytes}"
             )
         return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError) as error:

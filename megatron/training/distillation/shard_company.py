@@ -3,7 +3,7 @@
 
 import logging
 
-from megatron.training.distillation.errors import CacheIdentityError
+from megatron.training.distillation.errors import MixedCacheError
 from megatron.training.distillation.manifest import Difference, ExpectedRun
 from megatron.training.distillation.shard_directory import OpenShard
 from megatron.training.distillation.shard_meta import ShardMeta, compare_neighbours
@@ -23,11 +23,23 @@ class ShardCompany:
         self._first: tuple[str, ShardMeta] | None = None
         self._reported: set[str] = set()
 
+    @property
+    def wants_neighbour(self) -> bool:
+        """Whether the first shard that comes next should be compared with one more at once.
+
+        Alone it could be the foreign one.
+        """
+        return self._first is None and self._run is not None and self._run.enforced
+
+    def dissolve(self) -> None:
+        """Forget the shards, which may have been replaced; what was said stays said."""
+        self._first = None
+
     def admit(self, shard: OpenShard) -> None:
         """Compare a shard whose own identity has been checked with the first one.
 
         Raises:
-            CacheIdentityError: Another dump wrote it; names each field with both values.
+            MixedCacheError: Another dump wrote it; names each field with both values.
         """
         if self._run is None:
             return
@@ -38,7 +50,7 @@ class ShardCompany:
         path, meta = self._first
         found = compare_neighbours(shard.meta, meta)
         if found.fatal and self._run.enforced:
-            raise CacheIdentityError(
+            raise MixedCacheError(
                 f"Teacher shard {shard.path} belongs to another dump than {path}: "
                 f"{'; '.join(map(_beside, found.fatal))}. Rename the shards of the other dump to "
                 ".stale, or dump these samples again (--logits-load-ignore-hash skips this check)."

@@ -23,7 +23,12 @@ from megatron.training.distillation.errors import (
     TeacherLayoutError,
 )
 from megatron.training.distillation.manifest import ExpectedRun
-from megatron.training.distillation.payload import PackedRows, decode_packed_rows
+from megatron.training.distillation.payload import (
+    MAX_PAYLOAD_BYTES,
+    PackedRows,
+    decode_packed_rows,
+    max_payload_bytes,
+)
 from megatron.training.distillation.utils import (
     ShardMeta,
     ShardName,
@@ -159,6 +164,13 @@ class ShardDirectory:
         begin = bisect.bisect_left(segments, shard.end, key=lambda segment: segment.start)
         later = (segment.shard for segment in segments[begin : begin + 4 * count])
         return list(dict.fromkeys(later))[:count]
+
+    def neighbour(self, shard: ShardName) -> ShardName | None:
+        """Return another shard: the next of the same DP rank, the one before, or any."""
+        same = [other.shard for other in self._by_rank.get(shard.dp_rank, [])]
+        position = same.index(shard) if shard in same else 0
+        candidates = itertools.chain(same[position + 1 :], reversed(same[:position]), self.shards)
+        return next((other for other in candidates if other != shard), None)
 
     def describe(self) -> str:
         """Return the covered samples in words."""
@@ -307,7 +319,7 @@ class OpenShard:
             with self._lock:
                 data = read_member(self._stream, member.entry)
             self._check_checksum(member.entry, data)
-            rows = self._parse(data)
+            rows = self._parse(data, self._max_bytes(member))
         except TeacherLayoutError:
             raise
         except CacheFormatError as error:
@@ -333,8 +345,16 @@ class OpenShard:
                 "exchanged since"
             )
 
-    def _parse(self, data: bytes) -> PackedRows:
-        return decode_packed_rows(data)
+    def _max_bytes(self, member: MemberRows) -> int:
+        """Return what a member may decompress to, by the shape that the metadata promises."""
+        manifest, k = self.meta.manifest, self.meta.saver.k
+        length = None if manifest is None else manifest.sequence_length
+        if type(length) is not int or type(k) is not int:
+            return MAX_PAYLOAD_BYTES
+        return max_payload_bytes(length, (member.end - member.start) // self.dp_size, k)
+
+    def _parse(self, data: bytes, max_bytes: int) -> PackedRows:
+        return decode_packed_rows(data, max_bytes)
 
     def close(self) -> None:
         """Close the file."""

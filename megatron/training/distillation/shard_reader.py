@@ -18,6 +18,7 @@ from megatron.training.distillation import storage
 from megatron.training.distillation.errors import (
     CacheFormatError,
     CacheIdentityError,
+    MixedCacheError,
     TeacherDataError,
     TeacherDataExhaustedError,
     TeacherDataMissingError,
@@ -255,6 +256,7 @@ class _RowStream:
     def _open(self, name: ShardName) -> OpenShard:
         shard = self._shards.get(name)
         if shard is None:
+            is_alone = self._company.wants_neighbour
             path = self._directory.path_of(name)
             try:
                 stream = self._prefetched.pop(name, None)
@@ -274,7 +276,21 @@ class _RowStream:
                 raise TeacherDataError(f"Cannot read teacher shard {path}: {error}") from error
             self._shards[name] = shard
             self._prefetch_after(name)
+            if is_alone:
+                self._meet_neighbour_of(name)
         return shard
+
+    def _meet_neighbour_of(self, name: ShardName) -> None:
+        """Open one more shard with the first one; two that do not fit are an error of both."""
+        neighbour = self._directory.neighbour(name)
+        if neighbour is None:
+            return
+        try:
+            self._open(neighbour)
+        except MixedCacheError:
+            raise
+        except _BATCH_ERRORS as error:  # its samples may not be needed
+            logger.debug("Teacher shard %s cannot be compared: %s", neighbour, error)
 
     def _prefetch_after(self, name: ShardName) -> None:
         if not storage.is_remote(self._directory.path):
@@ -288,6 +304,7 @@ class _RowStream:
     def _relist(self) -> Exception | None:
         """Forget what is open, as it may have been replaced, and list the directory again."""
         self._forget_before(sys.maxsize)
+        self._company.dissolve()
         try:
             self._directory.refresh()
         except CacheFormatError as error:

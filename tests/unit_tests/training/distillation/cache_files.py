@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron.training.distillation.manifest import RunManifest
 from megatron.training.distillation.shard_writer import write_batched_tar
 from megatron.training.distillation.utils import (
     SaverSettings,
@@ -51,17 +52,24 @@ def write_shard(
     mbs: int = 1,
     dp: int = 1,
     identifiers: Mapping[str, Any] = IDENTIFIERS,
+    manifest: RunManifest | None = None,
+    k: int = K,
+    save_dtype: str = "fp32",
+    teacher: int = 0,
 ) -> None:
-    """Write every DP rank's shard of samples ``[start, end)``, one member per *gbs* samples."""
+    """Write every DP rank's shard of samples ``[start, end)``, one member per *gbs* samples.
+
+    What the metadata says of K and dtype may be untrue. Each *teacher* has other values.
+    """
     saver = SaverSettings(
-        k=K, p=None, min_k=1, save_dtype="fp32", mbs_save=mbs, dp_size_save=dp, gbs_save=gbs
+        k=k, p=None, min_k=1, save_dtype=save_dtype, mbs_save=mbs, dp_size_save=dp, gbs_save=gbs
     )
-    meta = ShardMeta.for_run(identifiers, saver).to_bytes()
+    meta = ShardMeta.for_run(identifiers, saver, manifest).to_bytes()
     for rank in range(dp):
         members = []
         for first in range(start, end, gbs):
             blocks = range(first + rank * mbs, first + gbs, mbs * dp)
             samples = [block + offset for block in blocks for offset in range(mbs)]
-            payload = encode_logprobs_payload(*rows_of(samples))
+            payload = encode_logprobs_payload(*rows_of([sample + teacher for sample in samples]))
             members.append((member_name(first, first + gbs), payload))
         write_batched_tar(str(directory / f"dp{rank}__{start}-{end}.tar"), meta, members)
