@@ -408,4 +408,5 @@ def _loss_function(args: argparse.Namespace) -> LossFunction:
         ignore_errors=args.logits_load_ignore_errors,
         msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
         ignore_hash=args.logits_load_ignore_hash,
+        max_skipped_share=args.logits_load_max_skipped_share,
     )

@@ -16,6 +16,7 @@ from megatron.training.distillation.errors import (
     TeacherDataExhaustedError,
     TeacherDataMissingError,
 )
+from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE, SkippedSteps
 from megatron.training.distillation.target_stream import TargetStream
 from megatron.training.distillation.targets import IterationFailure, IterationTargets
 
@@ -53,6 +54,7 @@ class AgreedTargets:
         stream: What this rank reads.
         layout: This rank's place.
         ignore_errors: Answer None for iterations whose data cannot be read, instead of raising.
+        max_skipped_share: With *ignore_errors*, the share of iterations above which all ranks stop.
     """
 
     def __init__(
@@ -62,14 +64,20 @@ class AgreedTargets:
         layout: parallel.ParallelLayout,
         *,
         ignore_errors: bool,
+        max_skipped_share: float = DEFAULT_MAX_SHARE,
     ) -> None:
-        self.skipped_iterations = 0
+        self._steps = SkippedSteps(max_skipped_share)
         self._logprobs_dir = logprobs_dir
         self._stream = stream
         self._layout = layout
         self._ignore_errors = ignore_errors
         self._has_listing = False
         self._told_unproven = False
+
+    @property
+    def skipped_iterations(self) -> int:
+        """Iterations that were trained without targets."""
+        return self._steps.skipped
 
     def agree_on(self, start_sample: int, compare: Compare) -> IterationTargets | None:
         """Fetch an iteration's targets on this rank and agree on using them.
@@ -84,7 +92,8 @@ class AgreedTargets:
 
         Raises:
             TeacherContentError: The targets of any rank are for other tokens than its batch.
-            TeacherDataError: The targets cannot be used, or the directory cannot be listed.
+            TeacherDataError: The targets cannot be used, the directory cannot be listed, or too
+                many iterations had no targets.
         """
         if not self._has_listing:
             problem = self._agree_on_listing()
@@ -102,19 +111,12 @@ class AgreedTargets:
             assert isinstance(item, IterationTargets)
             if worst == _UNPROVEN:
                 self._tell_unproven(start_sample, details)
+            self._count(start_sample, skipped=False)
             return item
         if worst == _OTHER_CONTENT:
             raise TeacherContentError(other_content(start_sample, details))
         if worst < _FATAL and self._ignore_errors:
-            self.skipped_iterations += 1
-            if self._layout.speaks_for_stage:
-                logger.warning(
-                    "No teacher targets for the batch that starts at sample %d; this step trains "
-                    "on the LM loss alone (%d steps so far).\n%s",
-                    start_sample,
-                    self.skipped_iterations,
-                    details,
-                )
+            self._count(start_sample, skipped=True, details=details)
             return None
         if isinstance(item, IterationFailure) and _severity(item) == worst:
             raise item.error
@@ -122,6 +124,24 @@ class AgreedTargets:
             f"Another rank of this pipeline stage cannot read the teacher targets of the batch "
             f"that starts at sample {start_sample}:\n{details}"
         )
+
+    def _count(self, start_sample: int, *, skipped: bool, details: str = "") -> None:
+        """Count an iteration that the ranks have agreed on; all raise alike if it is one too many.
+
+        Raises:
+            TeacherDataError: Too many iterations had no targets.
+        """
+        problem = self._steps.count(skipped=skipped)
+        if skipped and self._layout.speaks_for_stage:
+            logger.warning(
+                "No teacher targets for the batch that starts at sample %d; this step trains on "
+                "the LM loss alone (%d steps so far).\n%s",
+                start_sample,
+                self.skipped_iterations,
+                details,
+            )
+        if problem is not None:
+            raise TeacherDataError(f"Stopped at the batch from sample {start_sample} on: {problem}")
 
     def _agree_on_listing(self) -> str:
         """Have one rank list the directory and all ranks read what it found.

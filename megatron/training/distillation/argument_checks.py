@@ -7,6 +7,7 @@ import os
 from megatron.training.distillation import legacy, storage
 from megatron.training.distillation.arguments import SAVE_DTYPES, real_vocab_size
 from megatron.training.distillation.packed_sequence_checks import packed_sequence_problems
+from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE
 from megatron.training.distillation.utils import MAX_VOCAB_SIZE, ShardName
 
 
@@ -79,6 +80,20 @@ def _load_problems(args: argparse.Namespace) -> list[str]:
         problems.append(
             f"--logits-load-kd-loss-alpha is {args.logits_load_kd_loss_alpha}: give a weight in "
             "[0, 1]; 1 trains on the distillation loss alone."
+        )
+    if not 0.0 <= args.logits_load_max_skipped_share <= 1.0:
+        problems.append(
+            f"--logits-load-max-skipped-share is {args.logits_load_max_skipped_share}: give a "
+            "share of the iterations in [0, 1]; 1 never stops."
+        )
+    elif (
+        args.logits_load_max_skipped_share != DEFAULT_MAX_SHARE
+        and not args.logits_load_ignore_errors
+    ):
+        problems.append(
+            f"--logits-load-max-skipped-share {args.logits_load_max_skipped_share} limits what "
+            "--logits-load-ignore-errors allows, which is not given: add it, or leave the share "
+            "out to stop at the first iteration without targets."
         )
     if args.logits_load_decode_threads < 1:
         problems.append(

@@ -15,7 +15,13 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.distillation.manifest import ExpectedRun, RunManifest
 from megatron.training.distillation.run_manifest import run_manifest
-from megatron.training.global_vars import get_args, get_tensorboard_writer, get_tokenizer
+from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE
+from megatron.training.global_vars import (
+    get_args,
+    get_tensorboard_writer,
+    get_tokenizer,
+    get_wandb_writer,
+)
 from megatron.training.utils import get_blend_and_blend_per_split
 
 SAVE_DTYPES = ("fp16", "bf16", "fp32")
@@ -125,6 +131,17 @@ FLAGS = (
             "default": False,
             "help": "Student: train a step on the LM loss alone when its cached data cannot be "
             "read, instead of stopping. Data of another run still stops.",
+        },
+    ),
+    Flag(
+        name="--logits-load-max-skipped-share",
+        options={
+            "type": float,
+            "default": DEFAULT_MAX_SHARE,
+            "metavar": "SHARE",
+            "help": "Student, with --logits-load-ignore-errors: stop when more than this share of "
+            "the iterations of this job had no targets (after 20 iterations), or 20 in a row, in "
+            f"[0, 1]; 1 never stops. Default: {DEFAULT_MAX_SHARE}.",
         },
     ),
     Flag(
@@ -248,10 +265,32 @@ def current_position() -> TrainingPosition:
 
 
 def log_scalar(name: str, value: float, iteration: int) -> None:
-    """Write a scalar to TensorBoard on the rank that has a writer."""
+    """Write a scalar to TensorBoard and W&B on the rank that has their writers.
+
+    *iteration* counts as the trainer's curves do, from 1.
+    """
     writer = get_tensorboard_writer()
     if writer is not None:
         writer.add_scalar(name, value, iteration)
+    wandb_writer = get_wandb_writer()
+    if wandb_writer is not None:
+        wandb_writer.log({name: value}, iteration)
+
+
+def curves_are_due(iteration: int) -> bool:
+    """Return whether this rank has a writer, and the trainer writes its curves at *iteration*."""
+    if get_tensorboard_writer() is None and get_wandb_writer() is None:
+        return False
+    return bool(iteration % get_args().tensorboard_log_interval == 0)
+
+
+def line_is_due(iteration: int) -> bool:
+    """Return whether this rank is the one that prints the trainer's line of *iteration*."""
+    args = get_args()
+    interval = getattr(args, "log_interval", 0)
+    if not interval or iteration % interval:
+        return False
+    return bool(args.rank == args.world_size - 1)
 
 
 def real_vocab_size(args: argparse.Namespace) -> int | None:

@@ -20,11 +20,13 @@ from megatron.training.distillation.content_proof import ContentProof
 from megatron.training.distillation.errors import TeacherDataExhaustedError
 from megatron.training.distillation.packed_layout import is_packed, pack_samples
 from megatron.training.distillation.payload import TeacherRows
+from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE
 from megatron.training.distillation.sparse_kl import sparse_kl, sparse_kl_share
 from megatron.training.distillation.student_capture import (
     StudentLogitsCapture as StudentLogitsCapture,
 )
 from megatron.training.distillation.student_capture import get_student_logits_capture
+from megatron.training.distillation.student_report import StudentReport
 from megatron.training.distillation.target_stream import StreamOptions, TargetStream
 from megatron.training.distillation.targets import (
     IterationFailure,
@@ -45,6 +47,7 @@ class CachedLogitsKDLoss:
         msc_prefetch_depth: Whole shards fetched ahead from an object store.
         ignore_hash: Accept shards of another run identity.
         ignore_errors: Answer None for iterations whose data cannot be read, instead of raising.
+        max_skipped_share: With *ignore_errors*, the share of iterations above which all ranks stop.
     """
 
     def __init__(
@@ -54,11 +57,12 @@ class CachedLogitsKDLoss:
         msc_prefetch_depth: int = 2,
         ignore_hash: bool = False,
         ignore_errors: bool = False,
+        max_skipped_share: float = DEFAULT_MAX_SHARE,
     ) -> None:
         self.logprobs_dir = logprobs_dir
         self._settings = arguments.RunSettings.from_global_args()
         self._layout = parallel.ParallelLayout.from_parallel_state()
-        stream = TargetStream(
+        self._stream = TargetStream(
             StreamOptions(
                 logprobs_dir=logprobs_dir,
                 expected_identifiers=self._settings.expected_run(
@@ -79,9 +83,14 @@ class CachedLogitsKDLoss:
             ),
         )
         self._agreed = AgreedTargets(
-            logprobs_dir, stream, self._layout, ignore_errors=ignore_errors
+            logprobs_dir,
+            self._stream,
+            self._layout,
+            ignore_errors=ignore_errors,
+            max_skipped_share=max_skipped_share,
         )
         self._proof = ContentProof(self._layout, seq_length=self._settings.seq_length)
+        self._report = StudentReport()
         self._position: tuple[int, int] | None = None
         self._targets: IterationTargets | None = None
         self._next_microbatch = 0
@@ -99,6 +108,7 @@ class CachedLogitsKDLoss:
         microbatch_idx: int | None = None,
         *,
         labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Return the loss of the next microbatch.
 
@@ -115,6 +125,7 @@ class CachedLogitsKDLoss:
             microbatch_idx: Microbatch of the iteration; counted by default, and counted again when
                 a step is replayed.
             labels: ``(B, S / cp)``, or packed like the logits; None leaves contents unproven.
+            loss_mask: Of the size of the result; tokens whose mask is 0 stay out of the curves.
 
         Returns:
             ``(B, S / cp)``, or ``(1, B * S)`` where the samples are packed; fp32, the same on every
@@ -142,6 +153,7 @@ class CachedLogitsKDLoss:
             self._microbatches_seen = 0
             self._proof.settle(position[1])
         values, indices, tail = self._like_logits(rows, student_logits)
+        self._report.add(values, tail, loss_mask)
         loss = sparse_kl(
             student_logits,
             values,
@@ -173,6 +185,12 @@ class CachedLogitsKDLoss:
         self._targets = self._agreed.agree_on(position[1], compare)
         self._position = position
         self._next_microbatch = self._microbatches_seen = 0
+        self._report.begin(
+            position[0] + 1,
+            microbatches=0 if self._targets is None else len(self._targets.microbatches),
+            skipped=self.skipped_iterations,
+            wait=self._stream.take_wait(),
+        )
 
     def _like_logits(
         self, rows: TeacherRows, logits: torch.Tensor
@@ -215,6 +233,7 @@ class LossFuncCallable:
         ignore_errors: Train a step on the LM loss alone when its cached data cannot be read.
         msc_prefetch_depth: Whole shards fetched ahead from an object store.
         ignore_hash: Accept shards of another run identity.
+        max_skipped_share: With *ignore_errors*, the share of iterations above which all ranks stop.
 
     Raises:
         ValueError: *kd_loss_alpha* is outside [0, 1].
@@ -228,6 +247,7 @@ class LossFuncCallable:
         ignore_errors: bool = False,
         msc_prefetch_depth: int = 2,
         ignore_hash: bool = False,
+        max_skipped_share: float = DEFAULT_MAX_SHARE,
     ) -> None:
         if not 0.0 <= kd_loss_alpha <= 1.0:
             raise ValueError(f"kd_loss_alpha is {kd_loss_alpha}: expected a weight in [0, 1].")
@@ -238,6 +258,7 @@ class LossFuncCallable:
             "msc_prefetch_depth": msc_prefetch_depth,
             "ignore_hash": ignore_hash,
             "ignore_errors": ignore_errors,
+            "max_skipped_share": max_skipped_share,
         }
         self.kd_func: CachedLogitsKDLoss | None = None
 
@@ -289,7 +310,7 @@ class LossFuncCallable:
             self.kd_func = CachedLogitsKDLoss(self.logprobs_dir, **self._options)
         if self.alpha == 0.0:
             logits = logits.detach()
-        per_token = self.kd_func(logits, labels=labels)
+        per_token = self.kd_func(logits, labels=labels, loss_mask=mask)
         return None if per_token is None else _masked_sum(per_token, mask)
 
     def _mix(self, kd_loss: torch.Tensor, lm_loss: torch.Tensor) -> torch.Tensor:

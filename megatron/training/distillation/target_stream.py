@@ -6,6 +6,7 @@ its caller lets the ranks agree on what to do about a failure.
 """
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,6 +88,7 @@ class TargetStream:
         self._layout = layout
         self._items: Iterator[IterationTargets | IterationFailure] | None = None
         self._next_start = 0
+        self._waited = 0.0
 
     def use_listing(self, names: Sequence[str]) -> None:
         """Read what this listing of the directory names; what is open is forgotten."""
@@ -98,7 +100,38 @@ class TargetStream:
 
         Data behind *start_sample* (training skipped iterations) is passed over with a warning. A
         step back, or one to a sample between the stream's iterations, reopens the cache there.
+        Whatever fails is an answer: other ranks wait to agree on it.
         """
+        began = time.perf_counter()
+        try:
+            return self._find(start_sample)
+        except RuntimeError as error:
+            # The DataLoader reports a worker that was killed, or died of a bug, as RuntimeError.
+            failure = TeacherDataError(
+                f"The loader process of {self._options.logprobs_dir} died at the batch that starts "
+                f"at sample {start_sample}: {error}"
+            )
+            fatal = False
+        except Exception as error:
+            # No way in which data or storage fail, so it is not ignored: each rank raises.
+            failure = TeacherDataError(
+                f"The loader of {self._options.logprobs_dir} failed at the batch that starts at "
+                f"sample {start_sample}: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            fatal = True
+        finally:
+            self._waited += time.perf_counter() - began
+        self._items = None
+        return IterationFailure(start=start_sample, error=failure, fatal=fatal)
+
+    def take_wait(self) -> float:
+        """Return the seconds that :meth:`iteration` has taken since the last call of this."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def _find(self, start_sample: int) -> IterationTargets | IterationFailure:
+        """Return the item that starts at *start_sample*, from the open stream or a new one."""
         distance = start_sample - self._next_start
         if self._items is None or distance < 0 or distance % self._layout.gbs:
             self._open(start_sample)
@@ -119,20 +152,11 @@ class TargetStream:
 
     def _next_item(self, start_sample: int) -> IterationTargets | IterationFailure:
         assert self._items is not None
-        try:
-            item = next(self._items, None)
-            if item is None:
-                # The stream ended at an earlier step; look again, a teacher may have written more.
-                self._open(start_sample)
-                item = next(self._items)
-        except RuntimeError as error:
-            # The DataLoader reports a worker that was killed, or died of a bug, as RuntimeError.
-            self._items = None
-            failure = TeacherDataError(
-                f"The loader process of {self._options.logprobs_dir} died at the batch that starts "
-                f"at sample {start_sample}: {error}"
-            )
-            return IterationFailure(start=start_sample, error=failure, fatal=False)
+        item = next(self._items, None)
+        if item is None:
+            # The stream ended at an earlier step; look again, a teacher may have written more.
+            self._open(start_sample)
+            item = next(self._items)
         return item
 
     def _open(self, start_sample: int) -> None:

@@ -44,6 +44,8 @@ class StubRun:
     layout: ParallelLayout = SINGLE
     position: TrainingPosition = START
     scalars: list[tuple[str, float, int]] = field(default_factory=list)
+    writes: bool = True
+    """Whether this rank writes curves and lines."""
 
     def install(self, patch: Any) -> "StubRun":
         """Replace the readers of global state; *patch* has pytest's ``monkeypatch.setattr``."""
@@ -51,12 +53,18 @@ class StubRun:
         patch.setattr(ParallelLayout, "from_parallel_state", staticmethod(lambda: self.layout))
         patch.setattr(arguments, "current_position", lambda: self.position)
         patch.setattr(arguments, "log_scalar", lambda *scalar: self.scalars.append(scalar))
+        patch.setattr(arguments, "curves_are_due", lambda iteration: self.writes)
+        patch.setattr(arguments, "line_is_due", lambda iteration: self.writes)
         if dist.is_initialized():
             return self
         patch.setattr(parallel, "worst_over_stage", lambda code, detail, layout: (code, detail))
         patch.setattr(parallel, "sum_over_stage", lambda values, layout: values)
         patch.setattr(parallel, "from_speaker", lambda value, layout: value)
         return self
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """Return the steps and values that were written under *name*."""
+        return [(step, value) for written, value, step in self.scalars if written == name]
 
     def move_to(self, start_sample: int) -> None:
         """Go to the iteration that starts at this sample."""

@@ -57,6 +57,7 @@ def cache(tmp_path: Path) -> Path:
         ("logits_load_msc_prefetch_depth", 2),
         ("logits_load_kd_loss_alpha", 1.0),
         ("logits_load_ignore_errors", False),
+        ("logits_load_max_skipped_share", 0.05),
         ("logits_load_ignore_hash", False),
         ("logits_load_prefetch_factor", None),
         ("freeze_all_layers", False),
@@ -154,6 +155,17 @@ def test_refused_when_saving(flags: str, parts: list[str]) -> None:
         (
             "--logits-load-msc-prefetch-depth -1",
             ["--logits-load-msc-prefetch-depth is -1", "0 or more"],
+        ),
+        *[
+            (
+                f"--logits-load-ignore-errors --logits-load-max-skipped-share {share}",
+                [f"--logits-load-max-skipped-share is {share}", "[0, 1]"],
+            )
+            for share in ("-0.1", "1.1", "nan")
+        ],
+        (
+            "--logits-load-max-skipped-share 0.5",
+            ["--logits-load-max-skipped-share 0.5", "--logits-load-ignore-errors", "add it"],
         ),
     ],
 )
@@ -410,6 +422,14 @@ def test_every_problem_is_reported_at_once() -> None:
 )
 def test_accepted_when_saving(flags: str) -> None:
     check_flags(parse(f"--logits-save-dir out {SAVE} {flags}"))
+
+
+@pytest.mark.parametrize("share", ["0", "0.05", "1"])
+def test_accepted_share_of_skipped_steps(cache: Path, share: str) -> None:
+    flags = f"--logits-load-ignore-errors --logits-load-max-skipped-share {share}"
+    args = parse(f"--logits-load-dir {cache} {flags}")
+    check_flags(args)
+    assert args.logits_load_max_skipped_share == float(share)
 
 
 @pytest.mark.parametrize("alpha", ["0", "0.5", "1"])

@@ -192,6 +192,62 @@ def test_missing_directory_is_fatal(tmp_path: Path) -> None:
     assert str(tmp_path / "missing") in str(failed.error)
 
 
+class _FailingReader:
+    """A reader that raises what no reader should at sample 4."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def iterations(self, start_sample: int) -> Any:
+        while True:
+            if start_sample == 4:
+                raise self.error
+            yield IterationTargets(start=start_sample, microbatches=())
+            start_sample += 4
+
+
+@pytest.mark.parametrize("error", [KeyError("gone"), OSError(5, "broken"), MemoryError("all")])
+def test_error_that_no_reader_should_raise_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Raised, it would leave the other ranks waiting in their agreement."""
+    monkeypatch.setattr(StreamOptions, "reader", lambda self, layout: _FailingReader(error))
+    stream = open_stream(tmp_path)
+    assert stream.iteration(0).start == 0
+    failed = failure(stream.iteration(4))
+    assert failed.start == 4
+    assert failed.fatal
+    assert type(error).__name__ in str(failed.error)
+    assert "sample 4" in str(failed.error)
+    assert type(failed.error.__cause__) is type(error)
+
+
+def test_loader_that_cannot_be_started_is_a_failure(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot_fork(*args: Any, **options: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(target_stream, "DataLoader", cannot_fork)
+    failed = failure(open_stream(cache).iteration(0))
+    assert failed.fatal
+    assert "Resource temporarily unavailable" in str(failed.error)
+
+
+def test_wait_is_the_time_spent_in_iterations(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    times = iter([10.0, 10.5, 20.0, 21.0, 30.0, 34.0])
+    stream = open_stream(cache)
+    monkeypatch.setattr(target_stream.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(stream, "_find", lambda start: None)
+    stream.iteration(0)
+    assert stream.take_wait() == 0.5
+    # Two looks for one iteration add up, until they are taken.
+    stream.iteration(4)
+    stream.iteration(4)
+    assert stream.take_wait() == 5.0
+    assert stream.take_wait() == 0.0
+
+
 class _DyingReader:
     """A reader whose process ends without a word at sample 4, the first time."""
 
