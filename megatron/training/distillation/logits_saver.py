@@ -21,9 +21,11 @@ from megatron.training.distillation import arguments, parallel, storage
 from megatron.training.distillation.continuation import check_continues
 from megatron.training.distillation.errors import CacheIdentityError
 from megatron.training.distillation.fingerprint import LabelFingerprinter
+from megatron.training.distillation.flush_report import Flush, report_flush
+from megatron.training.distillation.metrics import WindowMasses
 from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
 from megatron.training.distillation.packed_layout import is_packed, unpack_samples
-from megatron.training.distillation.shard_writer import IterationBuffer
+from megatron.training.distillation.shard_writer import BufferedIteration, IterationBuffer
 from megatron.training.distillation.teacher_topk import TeacherTopK, apply_top_p, teacher_topk
 from megatron.training.distillation.utils import (
     INDEX_SENTINEL,
@@ -113,6 +115,7 @@ class LogitsSaverHooks:
         self._microbatches: list[TeacherTopK | None] = []
         self._fingerprints: list[torch.Tensor | None] = []
         self._kept_counts: list[torch.Tensor] = []
+        self._masses = WindowMasses()
 
         seq_length = self._settings.seq_length
         self._fingerprint = LabelFingerprinter(
@@ -272,12 +275,15 @@ class LogitsSaverHooks:
         """Buffer a complete iteration. Collective over CP, and with top-P over the stage."""
         if self._layout.tp_rank == 0:
             self._buffer_iteration(position.start_sample)
+            tails = [entry.tail_logprob for entry in self._microbatches if entry is not None]
+            self._masses.add(position.start_sample, tails)
         if self.p is not None:
             kept = sum((float(count.sum()) for count in self._kept_counts), 0.0)
             tokens = float(sum(count.numel() for count in self._kept_counts))
             kept, tokens = parallel.sum_over_stage([kept, tokens], self._layout)
             # The trainer's own curves count iterations from 1.
-            arguments.log_scalar("avg-logprobs-kept", kept / tokens, position.iteration + 1)
+            if arguments.curves_are_due(position.iteration + 1):
+                arguments.log_scalar("avg-logprobs-kept", kept / tokens, position.iteration + 1)
 
     def _buffer_iteration(self, start_sample: int) -> None:
         """Merge the microbatches and hand them to the buffer. Collective over CP."""
@@ -327,7 +333,9 @@ class LogitsSaverHooks:
         return partial(write_and_report, self._watch.reports)
 
     def take_pending_data(self) -> tuple[str, bytes, list[tuple[str, bytes]], bool]:
-        """Hand over what has been collected since the last call.
+        """Hand over what has been collected since the last call, and report it.
+
+        Collective over the pipeline stage (TP x CP x DP): every rank must call.
 
         A complete iteration whose loss has not been computed is closed; see
         :meth:`_close_iteration` for its collectives.
@@ -339,6 +347,7 @@ class LogitsSaverHooks:
         """
         self._close_if_complete()
         iterations = self._buffer.take()
+        self._report(iterations)
         msc_enabled = MultiStorageClientFeature.is_enabled()
         if not iterations:
             self._watch.hand_over("A window without samples of this rank")
@@ -354,8 +363,27 @@ class LogitsSaverHooks:
         name = ShardName(self._layout.dp_rank, iterations[0].start, iterations[-1].end)
         members = [(iteration.member_name, iteration.payload) for iteration in iterations]
         path = storage.join(self.save_dir, str(name))
-        self._watch.hand_over(f"The window of samples {name.start} to {name.end - 1} ({path})")
+        self._watch.hand_over(
+            f"The window of samples {name.start} to {name.end - 1} ({path})",
+            sum(len(payload) for _, payload in members),
+        )
         return path, self._meta_bytes, members, msc_enabled
+
+    def _report(self, iterations: list[BufferedIteration]) -> None:
+        """Report what is about to be handed over. Collective over the pipeline stage."""
+        kept_mass, tokens = self._masses.take()
+        flush = Flush(
+            start=iterations[0].start if iterations else 0,
+            end=iterations[-1].end if iterations else 0,
+            samples=sum(iteration.end - iteration.start for iteration in iterations)
+            // self._layout.dp_size,
+            size=sum(len(iteration.payload) for iteration in iterations),
+            waiting=self._watch.waiting_bytes(),
+            kept_mass=kept_mass,
+            tokens=tokens,
+            written=self._watch.take_written(),
+        )
+        report_flush(flush, self._layout, self._settings.seq_length)
 
 
 def _widen(entries: torch.Tensor, width: int, sentinel: float) -> torch.Tensor:

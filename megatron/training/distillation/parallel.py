@@ -125,6 +125,18 @@ def sum_over_stage(values: list[float], layout: ParallelLayout) -> list[float]:
     return total.tolist()
 
 
+def max_over_stage(value: float, layout: ParallelLayout) -> float:
+    """Return the largest *value* of this pipeline stage.
+
+    Collective over TP x CP x DP of the stage: every rank must call.
+    """
+    largest = torch.tensor(
+        value, dtype=torch.float64, device=_collective_device(layout.stage_group)
+    )
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=layout.stage_group)
+    return float(largest.item())
+
+
 def from_speaker[T](value: T, layout: ParallelLayout) -> T:
     """Return the *value* of the rank that speaks for this pipeline stage; other ranks' are ignored.
 

@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from megatron.training.distillation.errors import LogitsWriteError
 from megatron.training.distillation.shard_writer import write_batched_tar
 
 POLL_SECONDS = 0.5
+_RECORD_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,12 @@ class WriteReports:
         """Say which process writes."""
         self._publish(self._worker, str(os.getpid()))
 
-    def finish(self) -> None:
-        """Count one more window that needs no attention."""
+    def finish(self, seconds: float = 0.0) -> None:
+        """Count one more window that needs no attention, and say how long it took."""
+        # Records of one size: a file that grows shows by its size alone which are complete.
+        record = f"{seconds:{_RECORD_BYTES - 1}.3f}\n".encode()
         with self._finished.open("ab") as stream:
-            stream.write(b".")
+            stream.write(record)
 
     def fail(self, reason: str) -> None:
         """Say why a window could not be written."""
@@ -77,12 +81,18 @@ class WriteReports:
     def finished(self) -> int:
         """Return how many windows need no more attention."""
         with contextlib.suppress(FileNotFoundError):
-            return self._finished.stat().st_size
+            return self._finished.stat().st_size // _RECORD_BYTES
         return 0
 
     def forget_worker(self) -> None:
         """Forget which process wrote; only while no window waits."""
         self._worker.unlink(missing_ok=True)
+
+    def seconds(self, window: int) -> float:
+        """Return how long a finished window took; the first that was handed over is 0."""
+        with self._finished.open("rb") as stream:
+            stream.seek(window * _RECORD_BYTES)
+            return float(stream.read(_RECORD_BYTES))
 
     def failure(self) -> str | None:
         """Return why a window could not be written, if one could not."""
@@ -106,11 +116,12 @@ def write_and_report(
 
     In the trainer's own process nothing is reported: the caller gets the error.
     """
+    began = time.monotonic()
     if os.getpid() == reports.trainer:
         try:
             write_batched_tar(path, meta_bytes, members, msc_enabled)
         finally:
-            reports.finish()
+            reports.finish(time.monotonic() - began)
         return
     reports.begin()
     try:
@@ -118,7 +129,28 @@ def write_and_report(
     except Exception as error:
         reports.fail(f"{type(error).__name__}: {error}")
         raise
-    reports.finish()
+    reports.finish(time.monotonic() - began)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenWindow:
+    """A window that the worker has written.
+
+    Attributes:
+        size: Its bytes.
+        seconds: How long the worker took, with what it tried again.
+    """
+
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A window that the worker has or will get: what it is, in words, and its bytes."""
+
+    description: str
+    size: int
 
 
 class WriteWatch:
@@ -139,7 +171,8 @@ class WriteWatch:
         self._end = end_process if end is None else end
         self._poll_seconds = poll_seconds
         self._handed_over = 0
-        self._windows: deque[str] = deque()
+        self._windows: deque[_Window] = deque()
+        self._written: list[WrittenWindow] = []
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._worker_pid: int | None = None
@@ -147,19 +180,32 @@ class WriteWatch:
         self._lock = threading.Lock()
         atexit.register(self.close)
 
-    def hand_over(self, window: str) -> None:
-        """Expect a report about one more window; *window* describes it in words."""
+    def hand_over(self, window: str, size: int = 0) -> None:
+        """Expect a report about one more window of *size* bytes; *window* describes it in words."""
         with self._lock:
             if self._oldest_waiting() is None:
                 # The trainer may have ended the worker before, to start another for this window.
                 self._forget_worker()
             self._handed_over += 1
-            self._windows.append(window)
+            self._windows.append(_Window(window, size))
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="logits-write-watch", daemon=True
                 )
                 self._thread.start()
+
+    def waiting_bytes(self) -> int:
+        """Return the bytes of the windows that have been handed over and are not yet written."""
+        with self._lock:
+            self._oldest_waiting()
+            return sum(window.size for window in self._windows)
+
+    def take_written(self) -> list[WrittenWindow]:
+        """Return the windows that have been written since the last call, in order."""
+        with self._lock:
+            self._oldest_waiting()
+            written, self._written = self._written, []
+            return written
 
     def close(self) -> None:
         """Stop watching."""
@@ -180,7 +226,7 @@ class WriteWatch:
                 if window is None:
                     self._thread = None
                     return
-            error = self._loss(window, gone)
+            error = self._loss(window.description, gone)
             if error is not None:
                 self._end(error)
                 return
@@ -201,10 +247,12 @@ class WriteWatch:
             "window again."
         )
 
-    def _oldest_waiting(self) -> str | None:
+    def _oldest_waiting(self) -> _Window | None:
         waiting = self._handed_over - self.reports.finished()
         while len(self._windows) > max(waiting, 0):
-            self._windows.popleft()
+            number = self._handed_over - len(self._windows)
+            size = self._windows.popleft().size
+            self._written.append(WrittenWindow(size, self.reports.seconds(number)))
         return self._windows[0] if self._windows else None
 
     def _worker_is_gone(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.training.distillation import arguments, parallel
+from megatron.training.distillation import arguments, parallel, write_watch
 from megatron.training.distillation.arguments import RunSettings, TrainingPosition
 from megatron.training.distillation.parallel import ParallelLayout
 from tests.unit_tests.training.distillation.cache_files import IDENTIFIERS
@@ -52,6 +52,8 @@ class StubRun:
         patch.setattr(RunSettings, "from_global_args", staticmethod(lambda: self.settings))
         patch.setattr(ParallelLayout, "from_parallel_state", staticmethod(lambda: self.layout))
         patch.setattr(arguments, "current_position", lambda: self.position)
+        # A saver whose windows are never written watches on, in a process that is not its job.
+        patch.setattr(write_watch, "end_process", lambda error: None)
         patch.setattr(arguments, "log_scalar", lambda *scalar: self.scalars.append(scalar))
         patch.setattr(arguments, "curves_are_due", lambda iteration: self.writes)
         patch.setattr(arguments, "line_is_due", lambda iteration: self.writes)
@@ -59,6 +61,7 @@ class StubRun:
             return self
         patch.setattr(parallel, "worst_over_stage", lambda code, detail, layout: (code, detail))
         patch.setattr(parallel, "sum_over_stage", lambda values, layout: values)
+        patch.setattr(parallel, "max_over_stage", lambda value, layout: value)
         patch.setattr(parallel, "from_speaker", lambda value, layout: value)
         return self
 

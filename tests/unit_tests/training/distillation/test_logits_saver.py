@@ -221,8 +221,10 @@ def test_packed_samples_are_recorded_as_rows(
             assert losses.shape == logits.shape[1::-1]
         payloads.append(saver.take_pending_data()[2])
     assert payloads[0] == payloads[1]
-    assert len(run.scalars) == (0 if p is None else 2)
-    assert len({scalar[1] for scalar in run.scalars}) <= 1
+    assert len(run.curve("avg-logprobs-kept")) == (0 if p is None else 2)
+    # Both layouts measure the same.
+    half = len(run.scalars) // 2
+    assert run.scalars[:half] == run.scalars[half:]
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (3, 1), (8, 1)])
@@ -265,7 +267,8 @@ def test_top_p_keeps_the_nucleus_and_moves_the_rest_to_the_tail(
     expected_tail = torch.tensor([[0.1, 0.2], [0.2, 0.29], [0.25, 0.28], [0.25, 0.2]])
     torch.testing.assert_close(rows.tail_logprob.exp(), expected_tail, rtol=1e-5, atol=1e-6)
     assert rows.values[2, 0].exp().tolist() == pytest.approx([0.4, 0.2, 0.15], rel=1e-5)
-    assert run.scalars == [("avg-logprobs-kept", 12 / 8, 1)]
+    assert run.curve("avg-logprobs-kept") == [(1, 12 / 8)]
+    assert run.curve("logits-kept-mass") == [(1, pytest.approx(1 - float(expected_tail.mean())))]
 
 
 def test_nothing_is_logged_without_top_p(run: StubRun, tmp_path: Path) -> None:
@@ -450,11 +453,15 @@ def test_ranks_of_a_replica_record_one_copy(tmp_path: Path, axis: str, p: float 
     ((_, payload),), scalars = results[0]
     nothing, other_scalars = results[1]
     assert nothing == []
+    assert scalars == other_scalars
+    run = StubRun(scalars=scalars)
+    assert run.curve("logits-flush-bytes") == [(1, len(payload))]
+    assert run.curve("logits-waiting-bytes") == [(1, len(payload))]
     rows = decode_teacher_rows(payload)
     whole = torch.cat([random_logits(0), random_logits(1)], 1)
     if p is None:
         check_rows(rows, whole, 5)
-        assert scalars == other_scalars == []
+        assert run.curve("avg-logprobs-kept") == []
         return
     falling, order = torch.log_softmax(whole[..., :REAL].double(), -1).sort(descending=True)
     keep = falling.exp().cumsum(-1) - falling.exp() < p
@@ -466,7 +473,9 @@ def test_ranks_of_a_replica_record_one_copy(tmp_path: Path, axis: str, p: float 
     torch.testing.assert_close(rows.values.double()[kept], falling[..., :width][kept])
     assert torch.equal(rows.indices.long()[kept], order[..., :width][kept])
     average = float(keep.sum() / keep[..., 0].numel())
-    assert scalars == other_scalars == [("avg-logprobs-kept", pytest.approx(average), 1)]
+    assert run.curve("avg-logprobs-kept") == [(1, pytest.approx(average))]
+    (kept_mass,) = run.curve("logits-kept-mass")
+    assert kept_mass == (1, pytest.approx(float(falling.exp()[keep].sum() / keep[..., 0].numel())))
 
 
 # ---- the directory of another dump ------------------------------------------------------------

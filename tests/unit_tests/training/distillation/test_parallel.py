@@ -10,6 +10,7 @@ from megatron.training.distillation.parallel import (
     ParallelLayout,
     from_speaker,
     gather_sequence,
+    max_over_stage,
     sum_over_stage,
     worst_over_stage,
 )
@@ -107,6 +108,14 @@ def test_gather_sequence_without_context_parallelism_is_the_identity() -> None:
 
 def _sum(rank: int, world_size: int) -> list[float]:
     return sum_over_stage([float(rank), 2.0**40 + rank], layout(rank, [0, 1, 2]))
+
+
+def _largest(rank: int, world_size: int) -> float:
+    return max_over_stage([0.5, -1.0, 2.0**40 + 0.25][rank], layout(rank, [0, 1, 2]))
+
+
+def test_max_over_stage() -> None:
+    assert run_ranks(3, _largest) == [2.0**40 + 0.25] * 3
 
 
 def test_sum_over_stage() -> None:

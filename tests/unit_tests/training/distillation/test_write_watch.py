@@ -18,8 +18,14 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+from megatron.training.distillation import write_watch
 from megatron.training.distillation.errors import LogitsWriteError
-from megatron.training.distillation.write_watch import WriteReports, WriteWatch, write_and_report
+from megatron.training.distillation.write_watch import (
+    WriteReports,
+    WriteWatch,
+    WrittenWindow,
+    write_and_report,
+)
 
 SECONDS = 20.0
 MEMBERS = [("0-4.pt.zst", b"payload")]
@@ -93,7 +99,7 @@ def test_written_windows_end_nothing(watch: WriteWatch, ending: Ending, tmp_path
     process.join(SECONDS)
     assert process.exitcode == 0
     # The thread looks on while a window waits, and ends with the last of them.
-    until(lambda: "logits-write-watch" not in [thread.name for thread in threading.enumerate()])
+    until(lambda: watch._thread is None)
     assert ending.errors == []
     assert all(path.exists() for path in paths)
     # A later window is watched again.
@@ -200,6 +206,46 @@ def test_what_the_worker_calls_can_be_sent_to_it(watch: WriteWatch, tmp_path: Pa
     call(str(path), META, MEMBERS, False)
     assert path.exists()
     assert watch.reports.finished() == 1
+
+
+def test_waiting_and_written_windows_are_known(watch: WriteWatch) -> None:
+    for number, size in enumerate((100, 20, 3)):
+        watch.hand_over(f"window {number}", size)
+    assert watch.waiting_bytes() == 123
+    assert watch.take_written() == []
+    watch.reports.finish(1.5)
+    assert watch.waiting_bytes() == 23
+    watch.reports.finish(0.25)
+    # Reports come in the order of the windows, each is told once.
+    assert watch.take_written() == [WrittenWindow(100, 1.5), WrittenWindow(20, 0.25)]
+    assert watch.take_written() == []
+    watch.reports.finish(86400.125)
+    assert watch.waiting_bytes() == 0
+    assert watch.take_written() == [WrittenWindow(3, 86400.125)]
+
+
+def test_report_cut_short_is_no_report(watch: WriteWatch) -> None:
+    """A worker that is killed while it reports leaves part of a record."""
+    watch.hand_over("window 0", 100)
+    watch.hand_over("window 1", 20)
+    watch.reports.finish(2.0)
+    with (watch.reports.directory / "finished").open("ab") as stream:
+        stream.write(b"      ")
+    assert watch.reports.finished() == 1
+    assert watch.waiting_bytes() == 20
+    assert watch.take_written() == [WrittenWindow(100, 2.0)]
+
+
+def test_worker_reports_the_time_it_took(
+    watch: WriteWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_watch, "write_batched_tar", lambda *args: time.sleep(0.2))
+    watch.hand_over("window 0", 7)
+    process = worker(write_all, watch.reports, [tmp_path / "dp0__0-4.tar"])
+    process.join(SECONDS)
+    (written,) = watch.take_written()
+    assert written.size == 7
+    assert 0.2 <= written.seconds < 10
 
 
 def test_closing_removes_the_reports(ending: Ending) -> None:
