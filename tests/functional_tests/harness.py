@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import run as torchrun
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
@@ -212,6 +213,17 @@ def _end(launcher: BaseProcess) -> None:
         assert launcher.pid is not None
         os.killpg(launcher.pid, signal.SIGKILL)
         launcher.join()
+
+
+def curves(directory: Path) -> dict[str, dict[int, float]]:
+    """Return what a job wrote to TensorBoard: by name, the values by step; each step once."""
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    found: dict[str, dict[int, float]] = {}
+    for name in events.Tags()["scalars"]:
+        scalars = events.Scalars(name)
+        found[name] = {scalar.step: scalar.value for scalar in scalars}
+        assert len(found[name]) == len(scalars), f"{name} has a step twice"
+    return found
 
 
 def batch(micro: int, global_: int, iterations: int) -> list[str]:

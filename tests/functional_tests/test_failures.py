@@ -7,9 +7,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.functional_tests.cases import DUMP_ITERATIONS, Student, Workshop
-from tests.functional_tests.recorders import load_records
+from tests.functional_tests.cases import DUMP_GLOBAL_BATCH, DUMP_ITERATIONS, Student, Workshop
+from tests.functional_tests.harness import curves
+from tests.functional_tests.recorders import Record, load_records
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
@@ -64,6 +66,7 @@ def test_ignored_errors_fall_back_together_and_recover(
 
     arguments = workshop.student_arguments(AS_DUMPED, cache)
     arguments += ["--logits-load-ignore-errors"]
+    arguments += ["--tensorboard-dir", str(tmp_path / "tensorboard")]
     record = tmp_path / "record"
     job = workshop.jobs.run("student-ignores-errors", arguments, ranks=2, record=record)
     without_targets = {
@@ -84,6 +87,62 @@ def test_ignored_errors_fall_back_together_and_recover(
     assert counts == [("8", "1"), ("28", "2")]
     assert str(cache / DAMAGED_SHARD) in job.log
     assert str(cut) in job.log
+    check_curves(curves(tmp_path / "tensorboard"), load_records(record), skipped)
+    # The rank that writes the curves says the same in the log, once an iteration.
+    assert len(re.findall(r"distillation at iteration +\d+ \| kd-", job.of_rank(1))) == (
+        DUMP_ITERATIONS
+    )
+    assert "distillation at iteration" not in job.of_rank(0)
+
+
+def check_curves(
+    found: dict[str, dict[int, float]], records: list[Record], skipped: set[int]
+) -> None:
+    """The curves are those of the last rank, over the targets that it was trained on."""
+    everywhere = set(range(1, DUMP_ITERATIONS + 1))
+    assert found["lm loss"].keys() == everywhere
+    assert found["kd-skipped-steps"] == {
+        number: len([one for one in skipped if one <= number]) for number in everywhere
+    }
+    assert found["kd-tokens-with-targets"] == {
+        number: float(number not in skipped) for number in everywhere
+    }
+    assert found["kd-loader-wait"].keys() == everywhere
+    assert all(0 <= seconds < 60 for seconds in found["kd-loader-wait"].values())
+    for name, mass_of in (
+        (
+            "kd-teacher-mass-kept",
+            lambda record: (record["values"].double().exp() * (record["values"] != -1000)).sum(-1),
+        ),
+        ("kd-teacher-tail-mass", lambda record: record["tail"].double().exp()),
+    ):
+        assert found[name].keys() == everywhere - skipped
+        for number, mean in found[name].items():
+            masses = [
+                mass_of(record)
+                for record in records
+                if record["start"] == (number - 1) * DUMP_GLOBAL_BATCH and record["dp_rank"] == 1
+            ]
+            assert len(masses) == DUMP_GLOBAL_BATCH // 2
+            assert mean == pytest.approx(float(torch.cat(masses).mean()), rel=1e-5), (name, number)
+    kept, tail = found["kd-teacher-mass-kept"], found["kd-teacher-tail-mass"]
+    assert all(kept[number] + tail[number] == pytest.approx(1, abs=2e-3) for number in kept)
+
+
+def test_too_many_ignored_errors_stop_all_ranks(workshop: Workshop, damaged_cache: Path) -> None:
+    """The lost member has 2 of 20 samples: over the limit, which is judged from step 20 on."""
+    case = Student(dump="dp2", ranks=2, flags="--tensor-model-parallel-size 2", global_batch=1)
+    arguments = [*workshop.student_arguments(case, damaged_cache), "--logits-load-ignore-errors"]
+    job = workshop.jobs.run("student-loses-too-many", arguments, ranks=2, succeeds=False)
+    assert sorted(job.iterations()) == list(range(1, 20))
+    for rank in range(2):
+        said = job.of_rank(rank)
+        for part in (
+            "TeacherDataError: Stopped at the batch from sample 19 on",
+            "2 of the 20 iterations of this job had no teacher targets (10.0%)",
+            "--logits-load-max-skipped-share is 0.05",
+        ):
+            assert part in said
 
 
 def test_cache_of_another_run_stops_the_student(workshop: Workshop) -> None:

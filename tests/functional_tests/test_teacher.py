@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dump leaves its teacher alone, can be repeated and resumed, never records random weights."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.training.distillation.payload import decode_teacher_rows
 from tests.functional_tests.caches import read_cache
 from tests.functional_tests.cases import (
     ASYNC_SAVE,
@@ -18,7 +20,7 @@ from tests.functional_tests.cases import (
     Workshop,
 )
 from tests.functional_tests.checkpoints import latest_iteration, load_weights
-from tests.functional_tests.harness import NO_EVALUATION, JobResult, batch
+from tests.functional_tests.harness import NO_EVALUATION, JobResult, batch, curves
 from tests.functional_tests.oracle import labels_key
 from tests.functional_tests.recorders import load_records
 
@@ -108,9 +110,45 @@ def test_average_number_of_kept_entries_is_logged(workshop: Workshop) -> None:
 
 
 def test_nothing_is_logged_without_top_p(workshop: Workshop) -> None:
-    events = EventAccumulator(str(workshop.dump("tp1").tensorboard)).Reload()
-    assert "lm loss" in events.Tags()["scalars"]
-    assert "avg-logprobs-kept" not in events.Tags()["scalars"]
+    found = curves(workshop.dump("tp1").tensorboard)
+    assert "lm loss" in found
+    assert "avg-logprobs-kept" not in found
+
+
+@pytest.mark.parametrize("name", ["tp2", "dp2"])
+def test_flushes_are_logged_for_all_ranks(workshop: Workshop, name: str) -> None:
+    """Under TP the rank that writes the curves holds no entries; under DP it holds half."""
+    dump = workshop.dump(name)
+    found = curves(dump.tensorboard)
+    flushes = range(FLUSH_INTERVAL, DUMP_ITERATIONS + 1, FLUSH_INTERVAL)
+    members = read_cache(dump.cache)
+    window = FLUSH_INTERVAL * DUMP_GLOBAL_BATCH
+    sizes = dict.fromkeys(flushes, 0.0)
+    masses: dict[int, list[torch.Tensor]] = {flush: [] for flush in flushes}
+    for (_, member), payload in members.items():
+        flush = (int(member.split("-")[0]) // window + 1) * FLUSH_INTERVAL
+        sizes[flush] += len(payload)
+        tail = decode_teacher_rows(payload).tail_logprob
+        assert tail is not None
+        masses[flush].append(1 - tail.double().exp())
+    assert found["logits-flush-bytes"] == sizes
+    assert found["logits-kept-mass"] == {
+        flush: pytest.approx(float(torch.cat(masses[flush], 1).mean()), rel=1e-5)
+        for flush in flushes
+    }
+    # At least what is handed over waits, at most the window before with it.
+    waiting = found["logits-waiting-bytes"]
+    assert waiting[FLUSH_INTERVAL] == sizes[FLUSH_INTERVAL]
+    assert sizes[DUMP_ITERATIONS] <= waiting[DUMP_ITERATIONS] <= sum(sizes.values())
+    assert found.get("logits-flush-time", {}).keys() <= {DUMP_ITERATIONS}
+    lines = re.findall(
+        r"logits of samples (\d+) to (\d+) handed over at iteration +(\d+) \| samples: (\d+) ",
+        dump.job.log,
+    )
+    assert [[int(number) for number in line] for line in lines] == [
+        [start, start + window - 1, (start // window + 1) * FLUSH_INTERVAL, window]
+        for start in range(0, SAMPLES, window)
+    ]
 
 
 def test_dump_without_its_checkpoint_stops(workshop: Workshop, tmp_path: Path) -> None:
