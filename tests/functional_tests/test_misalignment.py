@@ -20,7 +20,7 @@ IGNORING = ["--logits-load-ignore-hash", "--logits-load-ignore-errors"]
 
 
 def check_stopped(job: JobResult, start: int, samples: dict[int, int]) -> None:
-    """All ranks stopped at the batch from *start* on; *samples* names those that differ, by rank."""
+    """All ranks stopped at the batch from *start* on; *samples* are those that differ, by rank."""
     for rank in (0, 1):
         told = job.of_rank(rank)
         assert "TeacherContentError: " in told

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from megatron.training.distillation import logits_saver
+from megatron.training.distillation.fingerprint import LabelFingerprinter
 from megatron.training.distillation.logits_saver import LogitsSaverHooks, get_logits_saver
 from megatron.training.distillation.utils import (
     CacheIdentityError,
     decode_teacher_rows,
     identity_hash,
 )
-from tests.unit_tests.distributed import run_ranks
+from tests.unit_tests.distributed import recorded_collectives, run_ranks
 from tests.unit_tests.training.distillation.cache_files import IDENTIFIERS
 from tests.unit_tests.training.distillation.run_stubs import (
     SETTINGS,
@@ -538,3 +539,133 @@ def test_all_ranks_refuse_the_directory_of_another_dump(tmp_path: Path) -> None:
         start_dump(tmp_path)
     results = run_ranks(2, _start_on_rank, str(tmp_path))
     assert all("dp0__0-2.tar" in result for result in results)
+
+
+# ---- fingerprints of the labels ---------------------------------------------------------------
+
+
+def random_labels(seed: int, batch: int = 1, length: int = SEQ) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, REAL, (batch, length), generator=generator)
+
+
+def fingerprints(*labels: torch.Tensor) -> torch.Tensor:
+    """The ``(C, n)`` fingerprints of whole samples, microbatch by microbatch."""
+    length = labels[0].size(1)
+    fingerprint = LabelFingerprinter(torch.arange(length), length)
+    return torch.cat([fingerprint(part) for part in labels], dim=1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mtp_num_layers", [0, 2])
+def test_labels_of_the_main_head_are_recorded(
+    run: StubRun, tmp_path: Path, frozen: bool, packed: bool, mtp_num_layers: int
+) -> None:
+    run.settings = replace(
+        SETTINGS, micro_batch_size=2, global_batch_size=4, mtp_num_layers=mtp_num_layers
+    )
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    model = _RollingModel(mtp_num_layers, frozen)
+    saver.attach_hooks(model)
+    labels = [random_labels(seed, 2) for seed in range(2)]
+    for seed, part in enumerate(labels):
+        logits = random_logits(seed, 2)
+        if packed:
+            model(joined(logits), part.reshape(1, -1))
+        else:
+            model(logits, part)
+        model.eval()
+        model(random_logits(9, 2), random_labels(9, 2))
+        model.train()
+    (rows,) = pending(saver).values()
+    assert torch.equal(rows.label_fingerprints, fingerprints(*labels))
+
+
+class _RollingModel(GivenLogitsModel):
+    """Gives its other heads other labels, as Megatron does: those of the tokens after the next."""
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for head in range(self.mtp_num_layers):
+            logits, _ = self.output_layer(hidden.detach() * -2 + 1)
+            self.compute_language_model_loss(labels.roll(head + 1, dims=1), logits)
+        logits, _ = self.output_layer(hidden * self.weight)
+        return self.compute_language_model_loss(labels, logits)
+
+
+def test_replay_replaces_the_fingerprints(run: StubRun, tmp_path: Path) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    for seed in (0, 1, 2, 3):
+        model(random_logits(seed), random_labels(seed))
+    (rows,) = pending(saver).values()
+    assert torch.equal(rows.label_fingerprints, fingerprints(random_labels(2), random_labels(3)))
+
+
+class _Headless(torch.nn.Module):
+    """A model that computes its loss elsewhere, or (*hooked*) has a loss that it does not call."""
+
+    def __init__(self, hooked: bool) -> None:
+        super().__init__()
+        self.output_layer = torch.nn.Identity()
+        if hooked:
+            self.compute_language_model_loss = lambda labels, logits: logits
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.output_layer(hidden)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("p", [None, 0.5])
+def test_model_without_a_loss_is_recorded_without_fingerprints(
+    run: StubRun, tmp_path: Path, hooked: bool, p: float | None
+) -> None:
+    saver = LogitsSaverHooks(str(tmp_path), 3, p=p, save_dtype="fp32")
+    model = _Headless(hooked)
+    saver.attach_hooks(model)
+    for start in (0, 2):
+        run.move_to(start)
+        model(random_logits(start))
+        model(random_logits(start + 1))
+    rows = pending(saver)
+    assert list(rows) == ["0-2.pt.zst", "2-4.pt.zst"]
+    assert all(part.label_fingerprints is None for part in rows.values())
+    if p is None:
+        check_rows(rows["2-4.pt.zst"], torch.cat([random_logits(2), random_logits(3)], 1), 3)
+    assert [scalar[2] for scalar in run.scalars] == ([] if p is None else [1, 2])
+
+
+LONG = 8 * 20
+"""Two and a half chunks, in pieces that do not end with them."""
+
+
+def _fingerprints_on_rank(
+    rank: int, world_size: int, directory: str, axis: str
+) -> tuple[torch.Tensor | None, list[str]]:
+    sizes = {f"{axis}_rank": rank, f"{axis}_size": world_size}
+    settings = replace(SETTINGS, seq_length=LONG)
+    StubRun(settings=settings, layout=group_layout(**sizes)).install(PlainPatch)
+    saver = LogitsSaverHooks(directory, 3)
+    model = GivenLogitsModel(frozen=True)
+    saver.attach_hooks(model)
+    with recorded_collectives() as calls:
+        for seed in range(2):
+            labels = random_labels(seed, length=LONG)
+            if axis == "cp":
+                pieces = labels.chunk(2 * world_size, dim=1)
+                labels = torch.cat([pieces[rank], pieces[2 * world_size - 1 - rank]], dim=1)
+            width = PADDED // (world_size if axis == "tp" else 1)
+            model(torch.randn(labels.size(1), 1, width), labels)
+    members = saver.take_pending_data()[2]
+    return decode_teacher_rows(members[0][1]).label_fingerprints if members else None, calls
+
+
+@pytest.mark.parametrize(("axis", "ranks"), [("tp", 2), ("cp", 2), ("cp", 4)])
+def test_fingerprints_are_those_of_whole_samples(tmp_path: Path, axis: str, ranks: int) -> None:
+    results = run_ranks(ranks, _fingerprints_on_rank, str(tmp_path), axis)
+    expected = fingerprints(*(random_labels(seed, length=LONG) for seed in range(2)))
+    assert torch.equal(results[0][0], expected)
+    assert all(result is None for result, _ in results[1:])
+    if axis == "cp":
+        assert all(calls == results[0][1] for _, calls in results)
