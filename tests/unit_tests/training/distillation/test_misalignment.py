@@ -266,7 +266,7 @@ def _on_rank(
 
 @pytest.mark.parametrize("axis", ["cp", "tp"])
 def test_replicas_of_other_shapes_are_accepted(tmp_path: Path, seen: Samples, axis: str) -> None:
-    """Two ranks dump and one trains, and the other way round; one shifted sample is found by all."""
+    """Two ranks dump and one trains, and the other way round; all find a shifted sample."""
     by_two, by_one = tmp_path / "by-two", tmp_path / "by-one"
     run_ranks(2, _on_rank, axis, str(by_two), seen, True)
     # Ranks are forked, so nothing may be patched while they start.

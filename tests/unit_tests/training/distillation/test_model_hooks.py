@@ -125,3 +125,28 @@ def test_loss_overrides_nest() -> None:
     outer.remove()
     assert model.__dict__["compute_language_model_loss"] is inner
     assert model.compute_language_model_loss(labels, logits).item() == 2.0
+
+
+def test_loss_of_the_main_head_is_told_from_the_others() -> None:
+    """Claimed once per training forward pass, and not by what follows one without a loss."""
+    model = TinyModel(2)
+    tap = OutputLayerTap(model, 2, lambda logits: None)
+    claims = []
+
+    def run_heads(count: int) -> None:
+        for _ in range(count):
+            model.output_layer(torch.zeros(1, 1, 2))
+            claims.append(tap.claim_loss())
+
+    run_heads(3)
+    claims.append(tap.claim_loss())
+    assert claims == [False, False, True, False]
+    claims.clear()
+    for _ in range(3):
+        model.output_layer(torch.zeros(1, 1, 2))  # nobody computes these losses
+    model.eval()
+    run_heads(3)
+    assert claims == [False] * 3
+    model.train()
+    run_heads(3)
+    assert claims == [False] * 5 + [True]

@@ -11,6 +11,8 @@ from megatron.training.distillation.parallel import (
     from_speaker,
     gather_sequence,
     max_over_stage,
+    sequence_positions,
+    sum_over_context,
     sum_over_stage,
     worst_over_stage,
 )
@@ -67,6 +69,20 @@ def test_gather_sequence_puts_the_zigzag_in_order() -> None:
             assert gathered.dtype == dtype
             assert torch.equal(gathered, whole)
             assert others == [None] * (cp_size - 1)
+
+
+def _sum_over_context(rank: int, world_size: int) -> object:
+    place = layout(rank, list(range(world_size)), cp_ranks=list(range(world_size)))
+    part = torch.tensor([[1 << 62, rank], [-1, 5]])
+    positions = sequence_positions(4 * world_size, place)
+    return sum_over_context(part, place), part, positions
+
+
+def test_sum_over_context_wraps_and_positions_are_those_of_the_zigzag() -> None:
+    for rank, (total, part, positions) in enumerate(run_ranks(2, _sum_over_context)):
+        assert total.tolist() == [[-(1 << 63), 1], [-2, 10]]
+        assert part.tolist() == [[1 << 62, rank], [-1, 5]]
+        assert torch.equal(positions, zigzag(torch.arange(8), rank, 2))
 
 
 def _gather_off_rank_0(rank: int, world_size: int) -> object:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the student gets back, against an oracle that deals samples with Megatron's own sampler."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -305,6 +306,54 @@ def test_context_parallel_ranks_get_two_chunks_each(tmp_path, caplog, cp, length
             assert torch.equal(rows.indices, expected[1][at].int())
             assert torch.equal(rows.tail_logprob, expected[2][at])
     assert any("trimming" in message for message in caplog.messages) == (length is not None)
+
+
+def fingerprints_of(sample: int, chunks: int) -> torch.Tensor:
+    """Stand-ins for fingerprints ``(C,)`` that tell sample and chunk."""
+    return torch.arange(chunks) + 100 * sample - (1 << 62)
+
+
+def write_fingerprinted(root: Path, seq: int, without: int | None = None) -> None:
+    """Write a cache of 8 samples, 4 per member; member *without* has no fingerprints."""
+    meta = {"saver": {"format_version": 2, "mbs_save": 1, "dp_size_save": 1, "gbs_save": 4}}
+    files = {"_meta.json": json.dumps(meta).encode()}
+    for start in (0, 4):
+        rows = [truth(sample, seq) for sample in range(start, start + 4)]
+        values, indices, tail = (torch.stack(part, dim=1) for part in zip(*rows, strict=True))
+        marks = [fingerprints_of(sample, -(-seq // 64)) for sample in range(start, start + 4)]
+        files[f"{start}-{start + 4}.pt.zst"] = utils.encode_logprobs_payload(
+            values, indices, tail, None if start == without else torch.stack(marks, dim=1)
+        )
+    write_tar(root / "dp0__0-8.tar", files)
+
+
+@pytest.mark.parametrize(
+    ("seq", "length", "chunks"),
+    [(16, None, 1), (16, 16, 1), (16, 8, 0), (160, 160, 3), (160, 128, 1), (192, 160, 2)],
+)
+@pytest.mark.parametrize("wanted", [layout(), layout(2, 2, 8, rank=1), layout(1, 2, 8)])
+@pytest.mark.parametrize("cp_rank", [None, 0, 1])
+def test_fingerprints_come_whole_with_their_rows(tmp_path, seq, length, chunks, wanted, cp_rank):
+    """On every context-parallel rank those of the whole sequence, as far as it can be compared."""
+    write_fingerprinted(tmp_path, seq)
+    cp = {} if cp_rank is None else {"cp_rank": cp_rank, "cp_size": 2}
+    wanted = dataclasses.replace(wanted, seq_length=length, **cp)
+    for item in read(tmp_path, wanted)[:-1]:
+        for m, rows in enumerate(item.microbatches):
+            first = item.start + (m * wanted.dp_size + wanted.dp_rank) * wanted.mbs
+            if chunks == 0:
+                assert rows.label_fingerprints is None
+                continue
+            expected = [fingerprints_of(first + i, chunks) for i in range(wanted.mbs)]
+            assert torch.equal(rows.label_fingerprints, torch.stack(expected, dim=1))
+
+
+def test_batch_with_a_member_without_fingerprints_has_none(tmp_path):
+    write_fingerprinted(tmp_path, 16, without=4)
+    items = read(tmp_path, layout())[:-1]
+    assert [item.microbatches[0].label_fingerprints is None for item in items] == [False, True]
+    (item,) = read(tmp_path, layout(gbs=8))[:-1]
+    assert all(rows.label_fingerprints is None for rows in item.microbatches)
 
 
 def test_trimming_warns_once(tmp_path, caplog):
