@@ -11,6 +11,7 @@ from tests.functional_tests.cases import (
     DUMPS,
     FLUSH_INTERVAL,
     RECOMPUTE,
+    SAMPLES,
     STUDENTS,
     Student,
     Workshop,
@@ -53,6 +54,14 @@ def test_ranks_of_a_student_communicate_alike(workshop: Workshop, name: str) -> 
     calls = load_calls(workshop.student(name).record)
     assert sorted(calls) == list(range(STUDENTS[name].ranks))
     check_collectives(calls)
+
+
+@pytest.mark.parametrize("name", STUDENTS)
+def test_targets_of_a_student_are_proven(workshop: Workshop, name: str) -> None:
+    """It has gone through, and no rank lacked fingerprints or labels."""
+    job = workshop.student(name).job
+    assert len(job.iterations()) == SAMPLES // STUDENTS[name].global_batch
+    assert "without proof" not in job.log
 
 
 @pytest.mark.parametrize("flags", [REPLAYED, RECOMPUTE.split()], ids=["replayed", "recomputed"])
