@@ -2,6 +2,7 @@
 """Watches that the shards a student opens come from one dump, and says once what is unusual."""
 
 import logging
+from collections.abc import Iterable
 
 from megatron.training.distillation.errors import MixedCacheError
 from megatron.training.distillation.manifest import Difference, ExpectedRun
@@ -43,7 +44,7 @@ class ShardCompany:
         """
         if self._run is None:
             return
-        self._report(shard.path, shard.differences, "this run")
+        self._report(shard.path, map(str, shard.differences), "this run")
         if self._first is None:
             self._first = shard.path, shard.meta
             return
@@ -55,11 +56,10 @@ class ShardCompany:
                 f"{'; '.join(map(_beside, found.fatal))}. Rename the shards of the other dump to "
                 ".stale, or dump these samples again (--logits-load-ignore-hash skips this check)."
             )
-        self._report(shard.path, [*found.fatal, *found.harmless], path)
+        self._report(shard.path, map(_beside, [*found.fatal, *found.harmless]), path)
 
-    def _report(self, path: str, differences: list[Difference], other: str) -> None:
+    def _report(self, path: str, texts: Iterable[str], other: str) -> None:
         assert self._run is not None
-        texts = [str(difference) for difference in differences]
         new = [text for text in dict.fromkeys(texts) if text not in self._reported]
         self._reported.update(new)
         if new and self._run.reports:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.training.distillation.continuation import FLAG_OF_FIELD, check_continues
 from megatron.training.distillation.errors import CacheIdentityError
+from megatron.training.distillation.manifest import RunManifest
 from megatron.training.distillation.shard_writer import write_batched_tar
 from megatron.training.distillation.utils import SaverSettings, ShardMeta
 
@@ -73,6 +74,41 @@ def test_each_identifier_is_named_with_both_values(tmp_path, field, value):
         check_continues(str(tmp_path), ShardMeta.for_run(IDENTIFIERS | {field: value}, SAVER))
     expected = f"{FLAG_OF_FIELD[field]} is {IDENTIFIERS[field]!r} there, {value!r} here"
     assert expected in str(caught.value)
+
+
+MANIFEST = RunManifest(
+    sequence_length=8,
+    tokenizer={"type": "T", "fingerprint": "ab"},
+    split="80,20,0",
+    package_version="1",
+    teacher={"checkpoint": "t", "step": 1},
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sequence_length": 4}, "--seq-length is 8 there, 4 here"),
+        ({"split": "1,0,0"}, "--split is '80,20,0' there, '1,0,0' here"),
+        ({"tokenizer": {"type": "T", "fingerprint": "cd"}}, "tokenizer is .*'ab'.* there, .*'cd'"),
+    ],
+)
+def test_what_decides_the_numbers_must_be_that_of_the_dump(tmp_path, changes, message):
+    write(tmp_path, "dp0__0-4.tar", ShardMeta.for_run(IDENTIFIERS, SAVER, MANIFEST))
+    now = ShardMeta.for_run(IDENTIFIERS, SAVER, replace(MANIFEST, **changes))
+    with pytest.raises(CacheIdentityError, match=message):
+        check_continues(str(tmp_path), now)
+    # A dump from before there were manifests may go on.
+    check_continues(str(tmp_path), META)
+
+
+def test_another_teacher_step_or_version_is_a_warning(tmp_path, caplog):
+    write(tmp_path, "dp0__0-4.tar", ShardMeta.for_run(IDENTIFIERS, SAVER, MANIFEST))
+    later = replace(MANIFEST, teacher={"checkpoint": "t", "step": 2}, package_version="2")
+    check_continues(str(tmp_path), ShardMeta.for_run(IDENTIFIERS, SAVER, later))
+    (text,) = caplog.messages
+    assert "teacher's checkpoint is {'checkpoint': 't', 'step': 1} there" in text
+    assert "version of this package is '1' there, '2' here" in text
 
 
 def test_the_newest_readable_shard_decides(tmp_path, caplog):

@@ -14,6 +14,7 @@ import torch
 import zstandard
 
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+from megatron.training.distillation import payload as payload_module
 from megatron.training.distillation import utils
 from megatron.training.distillation.utils import (
     CacheFormatError,
@@ -462,6 +463,31 @@ def test_frames_must_be_whole_alone_and_sized():
     compressor = zstandard.ZstdCompressor(write_content_size=False)
     with pytest.raises(CacheFormatError, match="does not declare its content size"):
         utils.decode_packed_rows(compressor.compress(b"x"))
+
+
+def test_decompression_is_bounded_by_what_the_caller_expects():
+    data = frame(payload_dict())
+    size = zstandard.frame_content_size(data)
+    assert utils.decode_packed_rows(data, max_bytes=size).values.shape == (2, 2, 3)
+    with pytest.raises(CacheFormatError, match=f"declares {size} bytes, expected at most 99"):
+        utils.decode_packed_rows(data, max_bytes=99)
+
+
+def test_the_checksum_of_a_frame_is_verified_where_there_is_one():
+    content = bytes(range(256)) * 8
+    values = torch.zeros(2, 2, 3)
+    ours = utils.encode_logprobs_payload(values, torch.arange(12).view(2, 2, 3))
+    assert zstandard.get_frame_parameters(ours).has_checksum
+    for has_checksum in (True, False):
+        compressor = zstandard.ZstdCompressor(write_checksum=has_checksum)
+        stored = compressor.compress(content)
+        assert payload_module._decompress(stored, 1 << 20) == content
+        assert zstandard.get_frame_parameters(stored).has_checksum == has_checksum
+    damaged = ours[:-1] + bytes([ours[-1] ^ 1])  # in the checksum itself
+    with pytest.raises(CacheFormatError, match="not one zstd frame"):
+        utils.decode_packed_rows(damaged)
+    assert utils.decode_packed_rows(frame(payload_dict())).values.shape == (2, 2, 3)
+    assert not zstandard.get_frame_parameters(frame(payload_dict())).has_checksum
 
 
 def test_a_flipped_bit_never_gives_other_rows():
