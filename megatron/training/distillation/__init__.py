@@ -8,7 +8,8 @@ Map of the package, from the ground up:
 
 * ``errors``: one named error per way in which a cache can be wrong.
 * ``utils``, ``payload``: the shared contract, pure. Tar format and resharding arithmetic; index bit
-  packing and the codec.
+  packing and the codec. ``shard_meta`` is a shard's metadata with its seal (``shard_content``) and
+  the ``manifest`` of its run, which ``run_manifest`` and ``tokenizer_fingerprint`` fill in.
 * ``storage``: local and ``msc://`` file verbs; ``object_store`` has those of the multi-storage
   client, and ``store_errors`` and ``storage_retry`` decide what is tried again.
 * ``parallel``: ranks, sizes and groups as one value, and the collectives over them.
@@ -18,7 +19,8 @@ Map of the package, from the ground up:
 * ``shard_writer``: what goes to storage; ``publication`` plans its file operations and
   ``continuation`` keeps two dumps out of one directory.
 * ``shard_reader``: what comes back, as the values in ``targets``; ``shard_directory`` finds a
-  sample's shard, ``row_assembly`` puts rows together, ``legacy`` translates format v1.
+  sample's shard, ``open_shard`` verifies and decodes it, ``shard_company`` finds those of another
+  dump, ``row_assembly`` puts rows together, ``legacy`` translates format v1.
 * ``write_watch``: ends the job when the checkpoint worker cannot write a window.
 * ``fingerprint``: what both sides compute of the labels; ``content_proof`` compares it.
 * ``model_hooks``: how both sides get hold of a model's logits; ``packed_layout``: how samples lie

@@ -24,6 +24,7 @@ import torch
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import CacheFormatError, TeacherLayoutError
 from megatron.training.distillation.manifest import ExpectedRun
+from megatron.training.distillation.open_shard import REPAIR_HINT, MemberRows, OpenShard
 from megatron.training.distillation.payload import (
     LOGPROB_SENTINEL,
     VALUE_DTYPES,
@@ -31,12 +32,7 @@ from megatron.training.distillation.payload import (
     check_tensor,
     load_archive,
 )
-from megatron.training.distillation.shard_directory import (
-    REPAIR_HINT,
-    MemberRows,
-    OpenShard,
-    ShardDirectory,
-)
+from megatron.training.distillation.shard_directory import ShardDirectory
 from megatron.training.distillation.targets import LoadLayout
 from megatron.training.distillation.utils import (
     LOGPROBS_TAR_MEMBER_SUFFIX,

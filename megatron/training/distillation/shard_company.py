@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from megatron.training.distillation.errors import MixedCacheError
 from megatron.training.distillation.manifest import Difference, ExpectedRun
-from megatron.training.distillation.shard_directory import OpenShard
+from megatron.training.distillation.open_shard import OpenShard
 from megatron.training.distillation.shard_meta import ShardMeta, compare_neighbours
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from megatron.training.distillation.errors import (
     MixedCacheError,
 )
 from megatron.training.distillation.manifest import ExpectedRun, RunManifest
+from megatron.training.distillation.open_shard import OpenShard
 from megatron.training.distillation.shard_content import seal_meta, tar_size
-from megatron.training.distillation.shard_directory import OpenShard
 from megatron.training.distillation.shard_meta import ShardMeta
 from megatron.training.distillation.shard_reader import (
     IterationFailure,

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One open shard: its headers walked, its metadata and its seal verified, its members decoded."""
+
+import bisect
+import itertools
+import os
+import threading
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+from megatron.training.distillation import storage
+from megatron.training.distillation.errors import (
+    CacheFormatError,
+    TeacherDataError,
+    TeacherDataMissingError,
+    TeacherLayoutError,
+)
+from megatron.training.distillation.manifest import ExpectedRun
+from megatron.training.distillation.payload import (
+    MAX_PAYLOAD_BYTES,
+    PackedRows,
+    decode_packed_rows,
+    max_payload_bytes,
+)
+from megatron.training.distillation.utils import (
+    ShardMeta,
+    ShardName,
+    TarMember,
+    check_identity,
+    parse_member_name,
+    read_member,
+    read_shard_meta,
+    walk_tar,
+)
+
+REPAIR_HINT = "Restore the file from a copy, or dump these samples again"
+
+
+class MemberRows(NamedTuple):
+    """The rows of global samples ``[start, end)`` that one saved DP rank recorded."""
+
+    start: int
+    end: int
+    entry: TarMember
+
+
+class OpenShard:
+    """An open shard whose headers have been walked and whose metadata has been verified."""
+
+    def __init__(
+        self, path: str, name: ShardName, stream: BinaryIO, identity: ExpectedRun | None
+    ) -> None:
+        self.path = path
+        self.name = name
+        self._stream = stream
+        self._lock = threading.Lock()
+        walk = self._walk()
+        index = list(itertools.islice(walk, 1))
+        self.meta = self._read_meta(index)
+        self._check_size()
+        index += walk
+        self._checksums = self._check_seal(index)
+        self.differences = [] if identity is None else check_identity(self.meta, identity, path)
+        self.mbs, self.dp_size = self.meta.saver.mbs_save, self.meta.saver.dp_size_save
+        if name.dp_rank >= self.dp_size:
+            raise CacheFormatError(
+                f"Teacher shard {path} is of DP rank {name.dp_rank}, but its metadata says "
+                f"dp_size_save {self.dp_size}. It was renamed, or belongs to another cache."
+            )
+        self._members = self._check_members(index)
+
+    def _walk(self) -> Iterator[TarMember]:
+        try:
+            yield from walk_tar(self._stream)
+        except CacheFormatError as error:
+            raise CacheFormatError(
+                f"Teacher shard {self.path} is damaged: {error}. {REPAIR_HINT}"
+            ) from error
+
+    def _read_meta(self, index: list[TarMember]) -> ShardMeta:
+        return read_shard_meta(self._stream, index, self.path)
+
+    def _check_size(self) -> None:
+        """Compare the file with the size that was recorded; a cut may fall between two members."""
+        content = self.meta.content
+        if content is None:
+            return
+        size = self._stream.seek(0, os.SEEK_END)
+        if size != content.size:
+            raise CacheFormatError(
+                f"Teacher shard {self.path} is damaged: it has {size} bytes, and was written with "
+                f"{content.size} bytes and {content.members} members. {REPAIR_HINT}"
+            )
+
+    def _check_seal(self, index: list[TarMember]) -> dict[TarMember, int]:
+        """Return the recorded checksum of each member; none where the cache records none."""
+        content = self.meta.content
+        if content is None:
+            return {}
+        if content.name != str(self.name):
+            raise CacheFormatError(
+                f"Teacher shard {self.path} was written as {content.name}. It was renamed, or "
+                "belongs to another cache: give it its name back, or dump these samples again."
+            )
+        members = index[1:]
+        if len(members) != content.members:
+            raise CacheFormatError(
+                f"Teacher shard {self.path} is damaged: it has {len(members)} members, and was "
+                f"written with {content.members}. {REPAIR_HINT}"
+            )
+        return dict(zip(members, content.checksums, strict=True))
+
+    def _check_members(self, index: list[TarMember]) -> list[MemberRows]:
+        members = []
+        reached = self.name.start
+        for entry in index:
+            span = parse_member_name(entry.name)
+            if span is None:
+                continue
+            start, end = span
+            if start < reached or end > self.name.end or (end - start) % (self.mbs * self.dp_size):
+                raise CacheFormatError(
+                    f"Teacher shard {self.path} is damaged: member {entry.name} does not fit, "
+                    f"expected ascending ranges inside {self.name.start}-{self.name.end}, each a "
+                    f"multiple of mbs_save * dp_size_save = {self.mbs} * {self.dp_size} samples. "
+                    f"{REPAIR_HINT}"
+                )
+            members.append(MemberRows(start, end, entry))
+            reached = end
+        return members
+
+    def member_at(self, sample: int) -> MemberRows | None:
+        """Return the member whose range covers *sample*."""
+        position = bisect.bisect_right(self._members, sample, key=lambda member: member.start) - 1
+        if position >= 0 and sample < self._members[position].end:
+            return self._members[position]
+        return None
+
+    def decode(self, member: MemberRows) -> PackedRows:
+        """Read and decode one member; errors say where."""
+        where = f"member {member.entry.name} of teacher shard {self.path}"
+        try:
+            with self._lock:
+                data = read_member(self._stream, member.entry)
+            self._check_checksum(member.entry, data)
+            rows = self._parse(data, self._max_bytes(member))
+        except TeacherLayoutError:
+            raise
+        except CacheFormatError as error:
+            raise CacheFormatError(f"The {where} is damaged: {error}. {REPAIR_HINT}") from error
+        except FileNotFoundError as error:
+            raise TeacherDataMissingError(f"The {where} is no longer there: {error}") from error
+        except storage.ERRORS as error:
+            raise TeacherDataError(f"Cannot read {where}: {error}") from error
+        expected = (member.end - member.start) // self.dp_size
+        if rows.values.shape[1] != expected:
+            raise CacheFormatError(
+                f"The {where} has {rows.values.shape[1]} rows, expected {expected}: "
+                f"{member.end - member.start} samples over {self.dp_size} DP ranks. {REPAIR_HINT}"
+            )
+        return rows
+
+    def _check_checksum(self, entry: TarMember, data: bytes) -> None:
+        """Compare what was read with what was recorded: it may be another shard's member."""
+        recorded = self._checksums.get(entry)
+        if recorded is not None and (found := zlib.crc32(data)) != recorded:
+            raise CacheFormatError(
+                f"its checksum is {found}, it was written with {recorded}: it was changed or "
+                "exchanged since"
+            )
+
+    def _max_bytes(self, member: MemberRows) -> int:
+        """Return what a member may decompress to, by the shape that the metadata promises."""
+        manifest, k = self.meta.manifest, self.meta.saver.k
+        length = None if manifest is None else manifest.sequence_length
+        if type(length) is not int or type(k) is not int:
+            return MAX_PAYLOAD_BYTES
+        return max_payload_bytes(length, (member.end - member.start) // self.dp_size, k)
+
+    def _parse(self, data: bytes, max_bytes: int) -> PackedRows:
+        return decode_packed_rows(data, max_bytes)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._stream.close()
