@@ -863,8 +863,8 @@ def test_object_storage_with_prefetch(tmp_path, monkeypatch):
             msc_prefetch_depth=depth,
         ).iterations(0)
         items = [next(stream)]
-        # The first shard is compared with the next one, whether or not that is fetched ahead.
-        assert len(opened) == 1 + max(1, depth)
+        # The first shard is compared with the next one, which is opened with those ahead of it.
+        assert len(opened) == 2 + depth
         items += stream
         check(items, wanted, 0, 32)
         assert opened == [f"{root}/dp1__{a}-{a + 4}.tar" for a in range(0, 32, 4)]
