@@ -707,6 +707,7 @@ def test_load_directory_of_v1_passes_the_flag_check(tmp_path):
         logits_load_decode_threads=1,
         logits_load_msc_prefetch_depth=0,
         logits_load_ignore_errors=False,
+        logits_load_max_skipped_share=0.05,
     )
     assert len(argument_checks._load_problems(args)) == 1
     (tmp_path / "cp0_dp0__1.tar").touch()

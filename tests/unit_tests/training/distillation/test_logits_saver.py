@@ -633,7 +633,7 @@ def test_model_without_a_loss_is_recorded_without_fingerprints(
     assert all(part.label_fingerprints is None for part in rows.values())
     if p is None:
         check_rows(rows["2-4.pt.zst"], torch.cat([random_logits(2), random_logits(3)], 1), 3)
-    assert [scalar[2] for scalar in run.scalars] == ([] if p is None else [1, 2])
+    assert [step for step, _ in run.curve("avg-logprobs-kept")] == ([] if p is None else [1, 2])
 
 
 LONG = 8 * 20

@@ -91,7 +91,8 @@ def expected_samples(rank: int, start: int) -> list[list[int]]:
 def _follow_a_teacher(rank: int, world_size: int, cache: Path) -> tuple[int, list[int]]:
     stage = Stage(rank, cache)
     counts = []
-    assert stage.step(0) == (expected_samples(rank, 0), LISTING + AGREEMENT)
+    # These shards have no fingerprints, which the ranks tell each other once.
+    assert stage.step(0) == (expected_samples(rank, 0), LISTING + FAILURE)
     assert stage.step(4) == (expected_samples(rank, 4), AGREEMENT)
     counts.append(stage.listings)
     # What is there is not looked for again.
