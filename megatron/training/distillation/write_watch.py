@@ -12,6 +12,7 @@ Nothing here communicates between ranks: one process that ends makes the launche
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import select
 import shutil
@@ -289,13 +290,16 @@ class WriteWatch:
 
 
 def end_process(error: LogitsWriteError) -> None:
-    """End this process with status 1 at once, having said why.
+    """End this process and those it has started, with status 1 at once, having said why.
 
     The main thread may be waiting for the worker where no exception reaches it. The launcher is
     told the reason as if it had been raised there.
     """
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     get_error_handler().record_exception(error)
+    # Nobody else ends them after this: the checkpoint worker, its queue's manager, data loaders.
+    for child in multiprocessing.active_children():
+        child.kill()
     sys.stdout.flush()
     os._exit(1)
 

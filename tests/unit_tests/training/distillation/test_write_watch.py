@@ -269,6 +269,9 @@ def test_blocked_main_thread_does_not_keep_the_process(tmp_path: Path) -> None:
             target=write_and_report, args=arguments
         )
         process.start()
+        other = multiprocessing.Process(target=threading.Event().wait)
+        other.start()
+        print(other.pid, flush=True)
         threading.Event().wait()
     """
     report = tmp_path / "error.json"
@@ -283,3 +286,6 @@ def test_blocked_main_thread_does_not_keep_the_process(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert "LogitsWriteError: The window of samples 0 to 3" in ended.stderr
     assert "The window of samples 0 to 3" in report.read_text()
+    # What it has started does not stay behind; what waits to be reaped has no command line.
+    command = Path(f"/proc/{int(ended.stdout)}/cmdline")
+    until(lambda: not command.exists() or not command.read_bytes())
