@@ -5,11 +5,12 @@ Prints one table, for one microbatch of one sample, single-threaded on the CPU b
 
     python -m benchmarks.bench_fingerprint
 
-The loss is the package's own, forward and backward. Times are the best of several repetitions. The
+The loss is the package's own, forward and backward. Times are medians of several repetitions. The
 fingerprints are counted as they are: random bits, which do not compress.
 """
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 
@@ -20,8 +21,8 @@ from megatron.training.distillation.payload import encode_logprobs_payload
 from megatron.training.distillation.sparse_kl import sparse_kl
 
 
-def best_seconds(action: Callable[[], object], repetitions: int, device: torch.device) -> float:
-    """Return the shortest time of *action*, after one that is not counted."""
+def median_seconds(action: Callable[[], object], repetitions: int, device: torch.device) -> float:
+    """Return the median time of *action*, after one that is not counted."""
     times = []
     for _ in range(repetitions + 1):
         began = time.perf_counter()
@@ -29,7 +30,7 @@ def best_seconds(action: Callable[[], object], repetitions: int, device: torch.d
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
-    return min(times[1:])
+    return statistics.median(times[1:])
 
 
 def main() -> None:
@@ -65,8 +66,8 @@ def main() -> None:
         return bool(differing_chunks(fingerprint(labels), teacher).any())
 
     assert not proof()
-    loss_seconds = best_seconds(loss_step, args.repetitions, device)
-    proof_seconds = best_seconds(proof, 20 * args.repetitions, device)
+    loss_seconds = median_seconds(loss_step, args.repetitions, device)
+    proof_seconds = median_seconds(proof, 20 * args.repetitions, device)
     plain = len(encode_logprobs_payload(values, indices, tail))
 
     print(f"S {length}, B 1, V {vocab}, K {k}, fp16 payload, {device}")
