@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -123,3 +124,24 @@ def test_killed_checkpoint_worker_ends_the_job(
         result.log
     )
     assert "not confirmed: start the job again" in result.log
+
+
+def test_vanished_directory_ends_the_job(workshop: Workshop, tmp_path: Path) -> None:
+    """As when a file system is unmounted: no other directory is made in its place."""
+    cache, save = tmp_path / "cache", tmp_path / "save"
+    arguments = workshop.dump_arguments(DUMPS["tp1"], cache, save, iterations=80, save_interval=8)
+    name = "dump-loses-its-directory"
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(workshop.jobs.run, name, arguments, succeeds=False)
+        tracker = save / "latest_checkpointed_iteration.txt"
+        wait_for(job, lambda: tracker.exists() or None, "its first checkpoint was confirmed")
+        cache.rename(tmp_path / "elsewhere")
+        result, seconds = end_of(job, workshop.directory / f"{name}.log")
+    assert seconds < SECONDS_TO_END
+    assert re.search(r"LogitsWriteError: The window of samples \d+ to \d+", result.log)
+    assert f"No such file or directory: '{cache}'" in result.log
+    assert not cache.exists()
+    # What was confirmed is in the directory that was there.
+    kept = read_cache(tmp_path / "elsewhere")
+    confirmed = latest_iteration(save) * DUMP_GLOBAL_BATCH
+    assert {("dp0", f"{start}-{start + 4}.pt.zst") for start in range(0, confirmed, 4)} <= set(kept)

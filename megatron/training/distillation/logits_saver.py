@@ -130,13 +130,15 @@ class LogitsSaverHooks:
     def _open_directory(self, meta: ShardMeta) -> None:
         """Make the directory and refuse one that holds another dump.
 
-        Collective over the pipeline stage: one rank looks, all raise.
+        Collective over the pipeline stage: those that write make it, for it may lie on a disk of
+        their node; one rank looks, all raise.
         """
         code, detail = 0, ""
-        if self._layout.speaks_for_stage:
+        if self._layout.tp_rank == self._layout.cp_rank == 0:
             try:
                 storage.makedirs(self.save_dir)
-                check_continues(self.save_dir, meta)
+                if self._layout.speaks_for_stage:
+                    check_continues(self.save_dir, meta)
             except (CacheIdentityError, *storage.ERRORS) as error:
                 code, detail = 1, str(error)
         code, details = parallel.worst_over_stage(code, detail, self._layout)

@@ -58,7 +58,9 @@ def write_batched_tar(
             process does not inherit that.
 
     Raises:
-        OSError: The shard could not be written; the error names it.
+        OSError: The shard could not be written, or its directory is gone; the error names it. The
+            directory is never made here: where a file system was unmounted, shards would fill the
+            disk below.
         ValueError: An old shard would have to be cut inside an iteration.
     """
     if not members:
@@ -86,7 +88,6 @@ def _write_once(
 ) -> None:
     """Take the steps that publish shard *name*, from what *directory* holds now."""
     path = storage.join(directory, str(name))
-    storage.makedirs(directory)
     # Of an object store with the shards of a thousand ranks, each writer lists its own.
     names = storage.list_names(directory, f"dp{name.dp_rank}__")
     live = [old for old in map(ShardName.parse, names) if old is not None]

@@ -65,6 +65,7 @@ def write_shard(
         k=k, p=None, min_k=1, save_dtype=save_dtype, mbs_save=mbs, dp_size_save=dp, gbs_save=gbs
     )
     meta = ShardMeta.for_run(identifiers, saver, manifest).to_bytes()
+    directory.mkdir(parents=True, exist_ok=True)
     for rank in range(dp):
         members = []
         for first in range(start, end, gbs):

@@ -178,6 +178,7 @@ def test_killed_before_every_operation_of_a_publication_that_cuts_on_both_sides(
     operations = 0
     while True:
         root = tmp_path / str(operations)
+        root.mkdir()
         dump(root, 0, ITERATIONS, ITERATIONS)
         confirmed_before = readable(root)
         kill_switch.left = operations

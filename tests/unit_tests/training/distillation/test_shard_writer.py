@@ -41,10 +41,17 @@ def contents(path) -> dict[str, bytes]:
 
 
 def test_writes_metadata_first_then_the_members(tmp_path):
-    path = tmp_path / "new" / "cache" / "dp0__0-16.tar"
+    path = tmp_path / "dp0__0-16.tar"
     write_batched_tar(str(path), META, MEMBERS, False)
     assert list(contents(path).items()) == [("_meta.json", META), *MEMBERS]
     assert names(path.parent) == ["dp0__0-16.tar"]
+
+
+def test_directory_that_is_gone_is_not_made_again(tmp_path):
+    gone = tmp_path / "unmounted"
+    with pytest.raises(FileNotFoundError, match=str(gone)):
+        write_batched_tar(str(gone / "dp0__0-16.tar"), META, MEMBERS, False)
+    assert not gone.exists()
 
 
 def test_same_input_gives_the_same_bytes(tmp_path):
@@ -208,6 +215,7 @@ def test_object_storage_is_enabled_in_the_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
     monkeypatch.setattr(MultiStorageClientFeature, "_enabled", False)
     url = "msc://test-shard-writer/cache"
+    storage.makedirs(url)
     write_batched_tar(f"{url}/dp0__0-8.tar", META, MEMBERS[:1], True)
     assert MultiStorageClientFeature.is_enabled()
     write_batched_tar(f"{url}/dp0__0-16.tar", META, MEMBERS, True)
