@@ -4,7 +4,10 @@
 ``tests/unit_tests/training/distillation/test_misalignment.py`` has the other ways to get there.
 """
 
+import io
+import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -49,13 +52,29 @@ def test_other_tokens_under_the_same_name_stop(workshop: Workshop, tmp_path: Pat
     check_stopped(job, 0, {0: 0, 1: 1})
 
 
+def break_seal(source: Path, target: Path) -> None:
+    """Write the shard *source* to *target* without what its metadata says of the file."""
+    with tarfile.open(source) as old, tarfile.open(target, "w") as new:
+        for number, member in enumerate(old.getmembers()):
+            stream = old.extractfile(member)
+            assert stream is not None
+            content = stream.read()
+            if number == 0:
+                meta = json.loads(content)
+                assert meta.pop("content")["name"] == source.name
+                content = json.dumps(meta).encode()
+            entry = tarfile.TarInfo(member.name)
+            entry.size = len(content)
+            new.addfile(entry, io.BytesIO(content))
+
+
 def test_shards_swapped_between_ranks_stop(workshop: Workshop, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    shutil.copytree(workshop.dump("dp2").cache, cache)
-    first, second = cache / "dp0__16-32.tar", cache / "dp1__16-32.tar"
-    first.rename(cache / "aside")
-    second.rename(first)
-    (cache / "aside").rename(second)
+    """As in a cache of an earlier version: a sealed shard would not even be opened."""
+    cache, dumped = tmp_path / "cache", workshop.dump("dp2").cache
+    shutil.copytree(dumped, cache)
+    first, second = "dp0__16-32.tar", "dp1__16-32.tar"
+    break_seal(dumped / first, cache / second)
+    break_seal(dumped / second, cache / first)
     arguments = [*workshop.student_arguments(AS_DUMPED, cache), *IGNORING]
     job = workshop.jobs.run("student-swapped", arguments, ranks=2, succeeds=False)
     check_stopped(job, 16, {0: 16, 1: 17})
