@@ -11,6 +11,9 @@ import pytest
 from megatron.training.distillation import object_store, storage
 from tests.s3_server import file_profile
 
+# The server's answers take their time on a machine that is busy with other jobs.
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture(params=["local", "file profile", "s3"])
 def place(request, tmp_path, monkeypatch):
