@@ -262,6 +262,9 @@ def test_blocked_main_thread_does_not_keep_the_process(tmp_path: Path) -> None:
         import multiprocessing, threading
         from megatron.training.distillation.write_watch import WriteWatch, write_and_report
 
+        other = multiprocessing.Process(target=threading.Event().wait)
+        other.start()
+        print(other.pid, flush=True)
         watch = WriteWatch(poll_seconds=0.01)
         watch.hand_over("The window of samples 0 to 3")
         arguments = (watch.reports, "/proc/none/dp0__0-4.tar", b"", [("0-4.pt.zst", b"")])
@@ -269,9 +272,6 @@ def test_blocked_main_thread_does_not_keep_the_process(tmp_path: Path) -> None:
             target=write_and_report, args=arguments
         )
         process.start()
-        other = multiprocessing.Process(target=threading.Event().wait)
-        other.start()
-        print(other.pid, flush=True)
         threading.Event().wait()
     """
     report = tmp_path / "error.json"
