@@ -5,8 +5,8 @@ Jobs run one after another, each with a time limit, its output in a file. A job 
 expected raises AssertionError with the rank that failed first and the end of its output.
 """
 
+import contextlib
 import itertools
-import multiprocessing
 import os
 import re
 import shlex
@@ -18,9 +18,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.distributed import run as torchrun
 
-REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
+from tests.functional_tests.launcher import REPOSITORY_ROOT, start_torchrun
+
 PRETRAIN_GPT = REPOSITORY_ROOT / "pretrain_gpt.py"
 RECORDING_SCRIPT = Path(__file__).resolve().parent / "pretrain_gpt_recorded.py"
 RECORD_DIR_VARIABLE = "KD_TEST_RECORD_DIR"
@@ -48,10 +48,6 @@ _ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: +(\d+)", re.DOTALL)
 _TAIL_LINES = 60
 _SHUTDOWN_SECONDS = 20.0
 
-# torchrun is forked from a process that has imported it: seconds less per job.
-_launchers = multiprocessing.get_context("forkserver")
-_launchers.set_forkserver_preload(["torch.distributed.run"])
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
@@ -59,12 +55,14 @@ class JobResult:
 
     Attributes:
         name: Name of the job, for messages.
+        session: Session of all its processes, which is the process id of torchrun.
         returncode: Exit status of torchrun.
         log: Everything the ranks printed; each line starts with ``[defaultRANK]:``.
         seconds: Wall-clock time.
     """
 
     name: str
+    session: int
     returncode: int
     log: str = field(repr=False)
     seconds: float
@@ -102,6 +100,15 @@ class JobResult:
         match = _ROOT_CAUSE.search(self.log)
         return int(match.group(1)) if match else None
 
+    def left_behind(self) -> list[int]:
+        """Return the processes of the job that are still there."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(int(entry.name)) == self.session:
+                    found.append(int(entry.name))
+        return found
+
     def tail(self) -> str:
         """Return the end of the output of the rank that failed first, or of all ranks."""
         rank = self.first_failed_rank
@@ -128,6 +135,7 @@ class JobRunner:
         succeeds: bool = True,
         timeout: float = 120.0,
         env: Mapping[str, str] | None = None,
+        fresh: bool = False,
     ) -> JobResult:
         """Run the trainer and wait for it.
 
@@ -142,19 +150,14 @@ class JobRunner:
             succeeds: Whether the job must exit with 0; otherwise it must not.
             timeout: Seconds after which the job has failed.
             env: Further environment variables.
+            fresh: Start the ranks as interpreters of their own, with nothing imported.
 
         Raises:
             AssertionError: The job hung, or ended otherwise than expected.
         """
         if script is None:
             script = PRETRAIN_GPT if record is None else RECORDING_SCRIPT
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(REPOSITORY_ROOT),
-            "CUDA_VISIBLE_DEVICES": "",
-            **(env or {}),
-        }
+        environment = {**os.environ, **(env or {})}
         if record is not None:
             record.mkdir(parents=True)
             environment[RECORD_DIR_VARIABLE] = str(record)
@@ -164,8 +167,7 @@ class JobRunner:
         command += ["--log-dir", str(self.directory / "torchrun"), str(script), *arguments]
         output = self.directory / f"{name}.log"
         began = time.monotonic()
-        launcher = _launchers.Process(target=_torchrun, args=(command, environment, output))
-        launcher.start()
+        launcher = start_torchrun(command, environment, output, fresh=fresh)
         returncode = None
         try:
             launcher.join(timeout)
@@ -180,7 +182,10 @@ class JobRunner:
         log = output.read_text(errors="replace")
         if returncode is None:
             raise AssertionError(f"{name} still ran after {timeout:.0f} s. {output}:\n{tail}")
-        result = JobResult(name=name, returncode=returncode, log=log, seconds=seconds)
+        assert launcher.pid is not None
+        result = JobResult(
+            name=name, session=launcher.pid, returncode=returncode, log=log, seconds=seconds
+        )
         self.finished.append(result)
         if (returncode == 0) != succeeds:
             expected = "succeed" if succeeds else "fail"
@@ -189,20 +194,6 @@ class JobRunner:
                 f"rank: {result.first_failed_rank}. {output}:\n{result.tail()}"
             )
         return result
-
-
-def _torchrun(arguments: list[str], environment: dict[str, str], output: Path) -> None:
-    """Be torchrun: leader of a session, with everything printed to *output*."""
-    os.setsid()
-    with output.open("w") as stream:
-        stream.write(shlex.join(["torchrun", *arguments]) + "\n")
-        stream.flush()
-        for descriptor in (1, 2):
-            os.dup2(stream.fileno(), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(REPOSITORY_ROOT)
-    torchrun.main(arguments)
 
 
 def _end(launcher: BaseProcess) -> None:

@@ -107,7 +107,7 @@ class HybridWorkshop(Workshop):
         save = self.directory / "teacher"
         arguments = [*self.common, *NO_EVALUATION, *batch(8, 8, 40), *TEACHER.split()]
         arguments += ["--save", str(save), "--save-interval", "40"]
-        self.jobs.run("hybrid-teacher", arguments, script=SCRIPT)
+        self.jobs.run("hybrid-teacher", arguments, script=SCRIPT, fresh=True)
         return save
 
     def _make_dump(self, name: str) -> DumpRun:
@@ -115,7 +115,12 @@ class HybridWorkshop(Workshop):
         cache, save, record = place / "cache", place / "save", place / "record"
         arguments = self.dump_arguments(DUMP, cache, save)
         job = self.jobs.run(
-            "hybrid-dump", arguments, ranks=DUMP.ranks, script=SCRIPT, record=record
+            "hybrid-dump",
+            arguments,
+            ranks=DUMP.ranks,
+            script=SCRIPT,
+            record=record,
+            fresh=True,
         )
         return DumpRun(
             job=job,
@@ -137,6 +142,7 @@ class HybridWorkshop(Workshop):
             ranks=case.ranks,
             script=SCRIPT,
             record=record,
+            fresh=True,
         )
         return StudentRun(job=job, save=place / "save", record=record, records=load_records(record))
 

@@ -11,11 +11,10 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,8 @@ from megatron.training.distillation.utils import ShardName
 from tests.functional_tests.caches import read_cache
 from tests.functional_tests.cases import DUMP_GLOBAL_BATCH, DUMPS, Workshop
 from tests.functional_tests.checkpoints import latest_iteration
-from tests.functional_tests.harness import PRETRAIN_GPT, REPOSITORY_ROOT
+from tests.functional_tests.harness import PRETRAIN_GPT
+from tests.functional_tests.launcher import start_rank
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
@@ -71,7 +71,7 @@ def schedule(seed: int, kills: int) -> list[Kill]:
 
 
 @contextlib.contextmanager
-def running_ranks(arguments: list[str], log: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def running_ranks(arguments: list[str], log: Path) -> Iterator[list[BaseProcess]]:
     """Start the ranks of a job, each leading a process group of its own; kill what is left."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -82,42 +82,45 @@ def running_ranks(arguments: list[str], log: Path) -> Iterator[list[subprocess.P
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(RANKS),
         "LOCAL_WORLD_SIZE": str(RANKS),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(REPOSITORY_ROOT),
     }
-    with log.open("w") as stream:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(PRETRAIN_GPT), *arguments],
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                cwd=REPOSITORY_ROOT,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            yield ranks
-        finally:
-            for rank in ranks:
-                kill(rank)
+    ranks = [
+        start_rank(
+            [str(PRETRAIN_GPT), *arguments],
+            environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            log_of(log, rank),
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            kill(rank)
 
 
-def kill(rank: subprocess.Popen[bytes]) -> None:
+def log_of(log: Path, rank: int) -> Path:
+    return log.with_suffix(f".{rank}.log")
+
+
+def tails(log: Path) -> str:
+    """Return the ends of what the ranks of a job have printed."""
+    logs = [log_of(log, rank) for rank in range(RANKS)]
+    return "".join(f"{one}:\n{one.read_text(errors='replace')[-3000:]}\n" for one in logs)
+
+
+def kill(rank: BaseProcess) -> None:
     """Kill a rank and everything it has started."""
+    assert rank.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(rank.pid, signal.SIGKILL)
-    rank.wait()
+    rank.join()
 
 
 def wait_for(condition: Callable[[], bool], log: Path, what: str) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            tail = log.read_text(errors="replace")[-3000:]
-            raise AssertionError(f"waited {SECONDS} s for {what}; {log}:\n{tail}")
+            raise AssertionError(f"waited {SECONDS} s for {what}; {tails(log)}")
         time.sleep(0.0005)
 
 
@@ -131,8 +134,8 @@ def run_until_killed(arguments: list[str], cache: Path, log: Path, plan: Kill) -
         if now != seen:
             changes += 1
             seen = now
-        ended = [rank for rank, process in enumerate(ranks) if process.poll() is not None]
-        assert not ended, f"ranks {ended} ended by themselves:\n{log.read_text()[-3000:]}"
+        ended = [rank for rank, process in enumerate(ranks) if not process.is_alive()]
+        assert not ended, f"ranks {ended} ended by themselves: {tails(log)}"
         return changes >= plan.changes
 
     with running_ranks(arguments, log) as ranks:
@@ -144,8 +147,8 @@ def run_until_killed(arguments: list[str], cache: Path, log: Path, plan: Kill) -
 
 def run_to_the_end(arguments: list[str], log: Path) -> None:
     with running_ranks(arguments, log) as ranks:
-        wait_for(lambda: all(rank.poll() is not None for rank in ranks), log, "the dump to end")
-        assert [rank.returncode for rank in ranks] == [0, 0], log.read_text()[-3000:]
+        wait_for(lambda: not any(rank.is_alive() for rank in ranks), log, "the dump to end")
+        assert [rank.exitcode for rank in ranks] == [0, 0], tails(log)
 
 
 def overlapping(cache: Path) -> list[tuple[ShardName, ShardName]]:

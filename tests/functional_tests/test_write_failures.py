@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dump whose window cannot be written ends, confirms nothing of it, and dumps it again."""
 
-import contextlib
 import os
 import re
 import signal
@@ -47,16 +46,6 @@ def end_of(job: "Future[JobResult]", log: Path) -> tuple[JobResult, float]:
     return job.result(), time.monotonic() - named
 
 
-def processes_of(cache: Path) -> list[int]:
-    """Return the processes with *cache* on their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and str(cache) in (entry / "cmdline").read_text():
-                found.append(int(entry.name))
-    return found
-
-
 def test_failure_in_the_last_flush_ends_all_ranks(workshop: Workshop, tmp_path: Path) -> None:
     """One of two ranks cannot write; the only flush is the last, where the trainer waits for it."""
     cache, save = tmp_path / "cache", tmp_path / "save"
@@ -81,7 +70,7 @@ def test_failure_in_the_last_flush_ends_all_ranks(workshop: Workshop, tmp_path: 
         assert part in message
     assert "LogitsWriteError" not in result.of_rank(0)
     assert result.first_failed_rank == 1
-    assert processes_of(cache) == []
+    assert result.left_behind() == []
     assert not (save / "latest_checkpointed_iteration.txt").exists()
 
     shard.rmdir()
@@ -116,7 +105,7 @@ def test_killed_checkpoint_worker_ends_the_job(
         result, seconds = end_of(job, workshop.directory / f"{name}.log")
     assert seconds < SECONDS_TO_END
     assert "checkpoint worker process has ended" in result.log
-    assert processes_of(cache) == []
+    assert result.left_behind() == []
     confirmed = latest_iteration(save)
     assert interval <= confirmed < 10 * interval
     window = confirmed * DUMP_GLOBAL_BATCH
