@@ -21,7 +21,8 @@ Map of the package, from the ground up:
 * ``shard_reader``: what comes back, as the values in ``targets``; ``shard_directory`` finds a
   sample's shard, ``open_shard`` verifies and decodes it, ``shard_company`` finds those of another
   dump, ``row_assembly`` puts rows together, ``legacy`` translates format v1.
-* ``write_watch``: ends the job when the checkpoint worker cannot write a window.
+* ``write_watch``: ends the job when the checkpoint worker cannot write a window; ``backlog``
+  bounds the windows that wait for it.
 * ``fingerprint``: what both sides compute of the labels; ``content_proof`` compares it.
 * ``model_hooks``: how both sides get hold of a model's logits; ``packed_layout``: how samples lie
   in them.

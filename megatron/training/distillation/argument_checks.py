@@ -71,6 +71,11 @@ def _save_problems(args: argparse.Namespace) -> list[str]:
             f"--logits-save-dtype is {args.logits_save_dtype!r}: choose one of "
             f"{', '.join(SAVE_DTYPES)}."
         )
+    if args.logits_save_max_waiting_bytes < 1:
+        problems.append(
+            f"--logits-save-max-waiting-bytes is {args.logits_save_max_waiting_bytes}: give a "
+            "number of bytes of at least 1, such as 8589934592 for 8 GiB."
+        )
     return problems
 
 

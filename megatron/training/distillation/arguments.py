@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training.distillation.backlog import DEFAULT_MAX_WAITING_BYTES
 from megatron.training.distillation.manifest import ExpectedRun, RunManifest
 from megatron.training.distillation.run_manifest import run_manifest
 from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE
@@ -84,6 +85,17 @@ FLAGS = (
             "default": "fp16",
             "choices": list(SAVE_DTYPES),
             "help": "Teacher: dtype of the recorded log-probabilities. Default: fp16.",
+        },
+    ),
+    Flag(
+        name="--logits-save-max-waiting-bytes",
+        options={
+            "type": int,
+            "default": DEFAULT_MAX_WAITING_BYTES,
+            "metavar": "BYTES",
+            "help": "Teacher: compressed bytes that one rank may have handed to its checkpoint "
+            "worker and that are not yet written. A checkpoint that would exceed it waits for "
+            f"earlier writes first. Default: {DEFAULT_MAX_WAITING_BYTES} (8 GiB).",
         },
     ),
     Flag(
@@ -200,6 +212,7 @@ class RunSettings:
         mtp_num_layers: Multi-token prediction heads, which pass the output layer before the main.
         identifiers: The run identity of the shard metadata, in the order that is hashed.
         manifest: What else decides the numbers in a cache.
+        max_waiting_bytes: Bytes of a dump that one rank may have handed over and not yet written.
     """
 
     micro_batch_size: int
@@ -209,6 +222,7 @@ class RunSettings:
     mtp_num_layers: int
     identifiers: dict[str, Any]
     manifest: RunManifest | None = None
+    max_waiting_bytes: int = DEFAULT_MAX_WAITING_BYTES
 
     @classmethod
     def from_global_args(cls) -> "RunSettings":
@@ -222,6 +236,7 @@ class RunSettings:
             mtp_num_layers=args.mtp_num_layers or 0,
             identifiers=run_identifiers(args),
             manifest=run_manifest(args, _tokenizer(args)),
+            max_waiting_bytes=args.logits_save_max_waiting_bytes,
         )
 
     def expected_run(self, *, enforced: bool, reports: bool) -> ExpectedRun:

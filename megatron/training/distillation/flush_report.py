@@ -25,6 +25,7 @@ class Flush:
         samples: Samples that this rank hands over.
         size: Their compressed bytes.
         waiting: Bytes that were handed over before and are not yet written.
+        waited: Seconds that this rank has waited until these could be handed over.
         kept_mass: The teacher's probability inside the kept entries, summed over *tokens*.
         tokens: Tokens whose entries this rank has selected.
         written: Earlier windows that have been written since the flush before.
@@ -35,6 +36,7 @@ class Flush:
     samples: int
     size: int
     waiting: int
+    waited: float
     kept_mass: float
     tokens: int
     written: Sequence[WrittenWindow]
@@ -55,11 +57,16 @@ def report_flush(flush: Flush, layout: parallel.ParallelLayout, seq_length: int)
     ]
     totals = parallel.sum_over_stage([float(number) for number in own], layout)
     samples, size, waiting, kept_mass, tokens, written = totals
-    seconds = parallel.max_over_stage(sum(window.seconds for window in flush.written), layout)
+    slowest = [flush.waited, sum(window.seconds for window in flush.written)]
+    waited, seconds = parallel.max_over_stage(slowest, layout)
     if samples == 0:
         return
     iteration = arguments.current_position().iteration + 1
-    scalars = {"logits-flush-bytes": size, "logits-waiting-bytes": waiting}
+    scalars = {
+        "logits-flush-bytes": size,
+        "logits-waiting-bytes": waiting,
+        "logits-flush-wait": waited,
+    }
     if tokens:
         scalars["logits-kept-mass"] = kept_mass / tokens
     before = "no earlier window has been written since"
@@ -71,7 +78,8 @@ def report_flush(flush: Flush, layout: parallel.ParallelLayout, seq_length: int)
     if layout.speaks_for_stage:
         logger.info(
             " logits of samples %d to %d handed over at iteration %8d | samples: %d | %.3f MB | "
-            "bytes per token: %.2f | kept mass: %.6G | waiting: %.3f MB | %s",
+            "bytes per token: %.2f | kept mass: %.6G | waiting: %.3f MB | waited: %.3f s | "
+            "%s",
             flush.start,
             flush.end - 1,
             iteration,
@@ -80,5 +88,6 @@ def report_flush(flush: Flush, layout: parallel.ParallelLayout, seq_length: int)
             size / (samples * seq_length),
             scalars.get("logits-kept-mass", float("nan")),
             waiting / 1e6,
+            waited,
             before,
         )

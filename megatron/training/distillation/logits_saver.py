@@ -18,6 +18,7 @@ import torch
 
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.training.distillation import arguments, parallel, storage
+from megatron.training.distillation.backlog import wait_for_room
 from megatron.training.distillation.continuation import check_continues
 from megatron.training.distillation.errors import CacheIdentityError
 from megatron.training.distillation.fingerprint import LabelFingerprinter
@@ -337,7 +338,8 @@ class LogitsSaverHooks:
     def take_pending_data(self) -> tuple[str, bytes, list[tuple[str, bytes]], bool]:
         """Hand over what has been collected since the last call, and report it.
 
-        Collective over the pipeline stage (TP x CP x DP): every rank must call.
+        Collective over the pipeline stage (TP x CP x DP): every rank must call. A rank whose
+        earlier windows leave no room for this one waits before the first collective of the report.
 
         A complete iteration whose loss has not been computed is closed; see
         :meth:`_close_iteration` for its collectives.
@@ -349,7 +351,9 @@ class LogitsSaverHooks:
         """
         self._close_if_complete()
         iterations = self._buffer.take()
-        self._report(iterations)
+        size = sum(len(iteration.payload) for iteration in iterations)
+        waited = wait_for_room(self._watch, size, self._settings.max_waiting_bytes)
+        self._report(iterations, size, waited)
         msc_enabled = MultiStorageClientFeature.is_enabled()
         if not iterations:
             self._watch.hand_over("A window without samples of this rank")
@@ -367,11 +371,11 @@ class LogitsSaverHooks:
         path = storage.join(self.save_dir, str(name))
         self._watch.hand_over(
             f"The window of samples {name.start} to {name.end - 1} ({path})",
-            sum(len(payload) for _, payload in members),
+            size,
         )
         return path, self._meta_bytes, members, msc_enabled
 
-    def _report(self, iterations: list[BufferedIteration]) -> None:
+    def _report(self, iterations: list[BufferedIteration], size: int, waited: float) -> None:
         """Report what is about to be handed over. Collective over the pipeline stage."""
         kept_mass, tokens = self._masses.take()
         flush = Flush(
@@ -379,8 +383,9 @@ class LogitsSaverHooks:
             end=iterations[-1].end if iterations else 0,
             samples=sum(iteration.end - iteration.start for iteration in iterations)
             // self._layout.dp_size,
-            size=sum(len(iteration.payload) for iteration in iterations),
+            size=size,
             waiting=self._watch.waiting_bytes(),
+            waited=waited,
             kept_mass=kept_mass,
             tokens=tokens,
             written=self._watch.take_written(),

@@ -125,16 +125,16 @@ def sum_over_stage(values: list[float], layout: ParallelLayout) -> list[float]:
     return total.tolist()
 
 
-def max_over_stage(value: float, layout: ParallelLayout) -> float:
-    """Return the largest *value* of this pipeline stage.
+def max_over_stage(values: list[float], layout: ParallelLayout) -> list[float]:
+    """Return, for each of *values*, the largest of this pipeline stage.
 
-    Collective over TP x CP x DP of the stage: every rank must call.
+    Collective over TP x CP x DP of the stage: every rank must call with as many values.
     """
     largest = torch.tensor(
-        value, dtype=torch.float64, device=_collective_device(layout.stage_group)
+        values, dtype=torch.float64, device=_collective_device(layout.stage_group)
     )
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=layout.stage_group)
-    return float(largest.item())
+    return largest.tolist()
 
 
 def from_speaker[T](value: T, layout: ParallelLayout) -> T:

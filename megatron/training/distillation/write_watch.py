@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -152,6 +152,7 @@ class _Window:
 
     description: str
     size: int
+    handed_over: float = field(default_factory=time.monotonic)
 
 
 class WriteWatch:
@@ -200,6 +201,17 @@ class WriteWatch:
         with self._lock:
             self._oldest_waiting()
             return sum(window.size for window in self._windows)
+
+    def oldest(self) -> tuple[str, float] | None:
+        """Return the window that is written next, in words, and the seconds since its hand-over.
+
+        None if nothing waits.
+        """
+        with self._lock:
+            window = self._oldest_waiting()
+        if window is None:
+            return None
+        return window.description, time.monotonic() - window.handed_over
 
     def take_written(self) -> list[WrittenWindow]:
         """Return the windows that have been written since the last call, in order."""

@@ -61,7 +61,7 @@ class StubRun:
             return self
         patch.setattr(parallel, "worst_over_stage", lambda code, detail, layout: (code, detail))
         patch.setattr(parallel, "sum_over_stage", lambda values, layout: values)
-        patch.setattr(parallel, "max_over_stage", lambda value, layout: value)
+        patch.setattr(parallel, "max_over_stage", lambda values, layout: values)
         patch.setattr(parallel, "from_speaker", lambda value, layout: value)
         return self
 

@@ -126,12 +126,12 @@ def _sum(rank: int, world_size: int) -> list[float]:
     return sum_over_stage([float(rank), 2.0**40 + rank], layout(rank, [0, 1, 2]))
 
 
-def _largest(rank: int, world_size: int) -> float:
-    return max_over_stage([0.5, -1.0, 2.0**40 + 0.25][rank], layout(rank, [0, 1, 2]))
+def _largest(rank: int, world_size: int) -> list[float]:
+    return max_over_stage([[0.5, -1.0, 2.0**40 + 0.25][rank], -rank], layout(rank, [0, 1, 2]))
 
 
 def test_max_over_stage() -> None:
-    assert run_ranks(3, _largest) == [2.0**40 + 0.25] * 3
+    assert run_ranks(3, _largest) == [[2.0**40 + 0.25, 0.0]] * 3
 
 
 def test_sum_over_stage() -> None:
