@@ -23,8 +23,10 @@ from tests.functional_tests.launcher import REPOSITORY_ROOT, start_torchrun
 
 PRETRAIN_GPT = REPOSITORY_ROOT / "pretrain_gpt.py"
 RECORDING_SCRIPT = Path(__file__).resolve().parent / "pretrain_gpt_recorded.py"
+SLOW_STORE_SCRIPT = Path(__file__).resolve().parent / "pretrain_gpt_slow_store.py"
 RECORD_DIR_VARIABLE = "KD_TEST_RECORD_DIR"
 CROSSCHECK_VARIABLE = "KD_TEST_CROSSCHECK"
+WRITE_SECONDS_VARIABLE = "KD_TEST_WRITE_SECONDS"
 
 SEQ_LENGTH = 16
 REAL_VOCAB = 95
