@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.training import get_args
-from megatron.training.distillation import cached_logits_loss
+from megatron.training.distillation import cached_kd_loss
 from megatron.training.distillation.cached_logits_loss import StudentLogitsCapture
 from megatron.training.distillation.logits_saver import LogitsSaverHooks
 from tests.functional_tests.harness import CROSSCHECK_VARIABLE, RECORD_DIR_VARIABLE
@@ -34,9 +34,10 @@ COLLECTIVES = ("all_reduce", "gather", "all_gather_object", "broadcast_object_li
 def install_recorders() -> None:
     """Wrap what attaches to the model, so that the recorders come outermost."""
     records: list[Record] = []
-    after(LogitsSaverHooks, "attach_hooks", lambda model: _record_model(model, records))
-    after(StudentLogitsCapture, "attach_hooks", lambda model: _record_model(model, records))
-    _record_targets(records)
+    targets: Record = {}
+    for owner in (LogitsSaverHooks, StudentLogitsCapture):
+        after(owner, "attach_hooks", lambda model: _record_model(model, records, targets))
+    _record_targets(targets)
     calls = Calls()
     calls.count()
     atexit.register(_write, records, calls)
@@ -122,8 +123,8 @@ def after(owner: Any, name: str, action: Callable[..., None]) -> None:
     setattr(owner, name, wrapper)
 
 
-def _record_model(model: torch.nn.Module, records: list[Record]) -> None:
-    """Record the labels and logits of the last loss of every training forward pass.
+def _record_model(model: torch.nn.Module, records: list[Record], targets: Record) -> None:
+    """Record the labels, logits and *targets* of the last loss of every training forward pass.
 
     Multi-token prediction heads compute their losses first; the last one is the model's own.
     """
@@ -140,11 +141,12 @@ def _record_model(model: torch.nn.Module, records: list[Record]) -> None:
 
     def recording_forward(*args: Any, **kwargs: Any) -> Any:
         calls.clear()
+        targets.clear()
         output = forward(*args, **kwargs)
         if model.training and calls:
             labels, logits = calls[-1]
             record = _new_record(records)
-            record.update(labels=labels, logits=logits)
+            record.update(labels=labels, logits=logits, **targets)
             if kwargs.get("loss_mask") is not None:
                 record["loss_mask"] = kwargs["loss_mask"].clone()
             if os.environ.get(CROSSCHECK_VARIABLE):
@@ -183,23 +185,27 @@ def _returned_logits(
     return logits.transpose(0, 1).contiguous()
 
 
-def _record_targets(records: list[Record]) -> None:
-    """Record what the loss is computed on, with the microbatch whose forward pass came last."""
-    sparse_kl = cached_logits_loss.sparse_kl
+def _record_targets(targets: Record) -> None:
+    """Have the targets that a loss is computed on in *targets* until the forward pass is over."""
+    loss = cached_kd_loss.sparse_kl_and_cross_entropy
 
-    def recording_sparse_kl(
-        logits: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        assert "values" not in records[-1], "two losses for one forward pass"
+    def recording_loss(
+        logits: torch.Tensor,
+        values: torch.Tensor,
+        indices: torch.Tensor,
+        labels: torch.Tensor,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not targets, "two losses in one forward pass"
         tail = options.get("tail_logprob")
-        records[-1].update(
+        targets.update(
             values=values.clone(),
             indices=indices.clone(),
             tail=None if tail is None else tail.clone(),
         )
-        return sparse_kl(logits, values, indices, **options)
+        return loss(logits, values, indices, labels, **options)
 
-    cached_logits_loss.sparse_kl = recording_sparse_kl
+    cached_kd_loss.sparse_kl_and_cross_entropy = recording_loss
 
 
 def _write(records: list[Record], calls: Calls) -> None:

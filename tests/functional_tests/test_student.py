@@ -66,7 +66,10 @@ def test_alpha_0_trains_like_a_run_without_distillation(workshop: Workshop) -> N
     arguments = [*workshop.common, *NO_EVALUATION, *distilled.batch]
     plain = workshop.jobs.run("plain-GBS2", arguments)
     assert len(plain.series("lm loss")) == SAMPLES // distilled.global_batch
-    assert workshop.student("GBS2").job.series("lm loss") == plain.series("lm loss")
+    # The same to rounding: the LM loss comes from the pass of the divergence.
+    assert workshop.student("GBS2").job.series("lm loss") == pytest.approx(
+        plain.series("lm loss"), rel=1e-6
+    )
     assert workshop.student("GBS2").job.series("grad norm") == plain.series("grad norm")
     assert not any(
         "distillation" in name for entries in plain.iterations().values() for name in entries

@@ -15,7 +15,8 @@ Map of the package, from the ground up:
 * ``parallel``: ranks, sizes and groups as one value, and the collectives over them.
 * ``arguments``: the command-line flags, and frozen views of the global arguments;
   ``argument_checks`` refuses what cannot work, with ``packed_sequence_checks`` for ``--sft``.
-* ``teacher_topk``, ``sparse_kl``: the tensor work of teacher and student.
+* ``teacher_topk``, ``sparse_kl``: the tensor work of teacher and student; ``vocab_shard`` and
+  ``teacher_entries`` are their inputs, ``row_passes`` reads the logits and writes the gradient.
 * ``shard_writer``: what goes to storage; ``publication`` plans its file operations and
   ``continuation`` keeps two dumps out of one directory.
 * ``shard_reader``: what comes back, as the values in ``targets``; ``shard_directory`` finds a
@@ -28,7 +29,8 @@ Map of the package, from the ground up:
   in them.
 * ``logits_saver``: the teacher side, attached to a model by the trainer.
 * ``cached_logits_loss``: the student side, called as the model's loss; ``student_capture`` is
-  attached to the model, ``target_stream`` reads in a loader process, and ``agreed_targets`` lets
+  attached to the model, ``cached_kd_loss`` gives every microbatch its targets and its loss,
+  ``target_stream`` reads in a loader process, and ``agreed_targets`` lets
   the ranks decide together on what was read.
 
 The public names are resolved on first use, so that the checkpoint worker can import

@@ -2,9 +2,9 @@
 """Student side: the loss on a teacher's cached top-K log-probabilities.
 
 The trainer attaches a :class:`StudentLogitsCapture` to the model; the entry script uses a
-:class:`LossFuncCallable` as its loss function. On the last pipeline stage it takes the captured
-logits, fetches the targets of the same global samples, has it proven by the labels that they are,
-and returns ``alpha * kd_loss + (1 - alpha) * lm_loss``.
+:class:`LossFuncCallable` as its loss function. On the last pipeline stage the targets of the same
+global samples are fetched in the forward pass, proven by the labels to be theirs, and made a loss
+together with the LM loss; the loss function returns ``alpha * kd_loss + (1 - alpha) * lm_loss``.
 """
 
 from collections.abc import Iterator
@@ -14,213 +14,25 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from megatron.training.distillation import arguments, parallel
-from megatron.training.distillation.agreed_targets import AgreedTargets, Content
-from megatron.training.distillation.content_proof import ContentProof
+from megatron.training.distillation import arguments
+from megatron.training.distillation.cached_kd_loss import CachedLogitsKDLoss
 from megatron.training.distillation.errors import TeacherDataExhaustedError
-from megatron.training.distillation.packed_layout import is_packed, pack_samples
 from megatron.training.distillation.payload import TeacherRows
 from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE
-from megatron.training.distillation.sparse_kl import sparse_kl, sparse_kl_share
+from megatron.training.distillation.sparse_kl import sparse_kl_share
+from megatron.training.distillation.student_capture import (
+    MicrobatchLosses,
+    compute_losses_with,
+    get_student_logits_capture,
+)
 from megatron.training.distillation.student_capture import (
     StudentLogitsCapture as StudentLogitsCapture,
 )
-from megatron.training.distillation.student_capture import get_student_logits_capture
-from megatron.training.distillation.student_report import StudentReport
-from megatron.training.distillation.target_stream import StreamOptions, TargetStream
-from megatron.training.distillation.targets import (
-    IterationFailure,
-    IterationTargets,
-    LoadLayout,
-)
+from megatron.training.distillation.target_stream import StreamOptions
+from megatron.training.distillation.targets import IterationFailure, LoadLayout
 from megatron.training.global_vars import get_args
 
 TeacherIteration = tuple[int, list[torch.Tensor], list[torch.Tensor]]
-
-
-class CachedLogitsKDLoss:
-    """Per-token KL divergence of the student from the teacher's cached distribution.
-
-    Args:
-        logprobs_dir: Directory of the cache, a local path or ``msc://`` URL.
-        decode_threads: Threads that decode payloads ahead.
-        msc_prefetch_depth: Whole shards fetched ahead from an object store.
-        ignore_hash: Accept shards of another run identity.
-        ignore_errors: Answer None for iterations whose data cannot be read, instead of raising.
-        max_skipped_share: With *ignore_errors*, the share of iterations above which all ranks stop.
-    """
-
-    def __init__(
-        self,
-        logprobs_dir: str,
-        decode_threads: int = 4,
-        msc_prefetch_depth: int = 2,
-        ignore_hash: bool = False,
-        ignore_errors: bool = False,
-        max_skipped_share: float = DEFAULT_MAX_SHARE,
-    ) -> None:
-        self.logprobs_dir = logprobs_dir
-        self._settings = arguments.RunSettings.from_global_args()
-        self._layout = parallel.ParallelLayout.from_parallel_state()
-        self._stream = TargetStream(
-            StreamOptions(
-                logprobs_dir=logprobs_dir,
-                expected_identifiers=self._settings.expected_run(
-                    enforced=not ignore_hash, reports=self._layout.speaks_for_stage
-                ),
-                decode_threads=decode_threads,
-                decode_lookahead=None,
-                msc_prefetch_depth=msc_prefetch_depth,
-            ),
-            LoadLayout(
-                dp_rank=self._layout.dp_rank,
-                dp_size=self._layout.dp_size,
-                mbs=self._settings.micro_batch_size,
-                gbs=self._settings.global_batch_size,
-                cp_rank=self._layout.cp_rank,
-                cp_size=self._layout.cp_size,
-                seq_length=self._settings.seq_length,
-            ),
-        )
-        self._agreed = AgreedTargets(
-            logprobs_dir,
-            self._stream,
-            self._layout,
-            ignore_errors=ignore_errors,
-            max_skipped_share=max_skipped_share,
-        )
-        self._proof = ContentProof(self._layout, seq_length=self._settings.seq_length)
-        self._report = StudentReport()
-        self._position: tuple[int, int] | None = None
-        self._targets: IterationTargets | None = None
-        self._next_microbatch = 0
-        self._microbatches_seen = 0
-
-    @property
-    def skipped_iterations(self) -> int:
-        """Iterations that were trained without targets."""
-        return self._agreed.skipped_iterations
-
-    def __call__(
-        self,
-        student_logits: torch.Tensor,
-        iteration: int | None = None,
-        microbatch_idx: int | None = None,
-        *,
-        labels: torch.Tensor | None = None,
-        loss_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Return the loss of the next microbatch.
-
-        Collective over TP for the loss, and over CP for its labels. Collective over the whole
-        pipeline stage at the first microbatch of an iteration, where the ranks agree on whether it
-        has targets for this batch, and at the last of several, where they agree on whether those of
-        the others were for theirs. A microbatch after the first whose targets are for other tokens
-        has no loss and no gradient.
-
-        Args:
-            student_logits: ``(S / cp, B, V / tp)``, or ``(B * S, 1, V / tp)`` where the samples of
-                the microbatch are packed into one sequence; never written to.
-            iteration: Iteration under a fixed global batch size; the trainer's position by default.
-            microbatch_idx: Microbatch of the iteration; counted by default, and counted again when
-                a step is replayed.
-            labels: ``(B, S / cp)``, or packed like the logits; None leaves contents unproven.
-            loss_mask: Of the size of the result; tokens whose mask is 0 stay out of the curves.
-
-        Returns:
-            ``(B, S / cp)``, or ``(1, B * S)`` where the samples are packed; fp32, the same on every
-            TP rank. None where the iteration's data could not be read and errors are ignored.
-
-        Raises:
-            TeacherContentError: The teacher saw other tokens for these samples, on any rank.
-            TeacherDataError: The iteration's data is missing, exhausted or damaged, on any rank.
-            ValueError: The logits are not those of a microbatch of this run.
-        """
-        batch = self._proof.fingerprints(labels)
-        position = self._resolve(iteration)
-        is_first = position != self._position
-        if is_first:
-            self._open_iteration(position, microbatch_idx or 0, batch)
-        if self._targets is None:
-            return None
-        if microbatch_idx is None:
-            microbatch_idx = self._next_microbatch % len(self._targets.microbatches)
-            self._next_microbatch = microbatch_idx + 1
-        rows = self._targets.microbatches[microbatch_idx]
-        differs = None if is_first else self._proof.defer(microbatch_idx, rows, batch)
-        self._microbatches_seen += 1
-        if self._microbatches_seen == len(self._targets.microbatches):
-            self._microbatches_seen = 0
-            self._proof.settle(position[1])
-        values, indices, tail = self._like_logits(rows, student_logits)
-        self._report.add(values, tail, loss_mask)
-        loss = sparse_kl(
-            student_logits,
-            values,
-            indices,
-            tail_logprob=tail,
-            vocab_size=self._settings.vocab_size,
-            tp_rank=self._layout.tp_rank,
-            tp_size=self._layout.tp_size,
-            tp_group=self._layout.tp_group,
-        )
-        if differs is not None:
-            loss = torch.where(differs, 0.0, loss)
-        return loss.transpose(0, 1).contiguous()
-
-    def _open_iteration(
-        self, position: tuple[int, int], microbatch: int, batch: torch.Tensor | None
-    ) -> None:
-        """Fetch the targets of an iteration, proven for the *microbatch* it begins with.
-
-        Collective over TP x CP x DP of the stage: every rank must call.
-        """
-
-        def compare(targets: IterationTargets) -> tuple[Content, str]:
-            return self._proof.compare(
-                targets.start, microbatch, targets.microbatches[microbatch], batch
-            )
-
-        self._proof.forget()
-        self._targets = self._agreed.agree_on(position[1], compare)
-        self._position = position
-        self._next_microbatch = self._microbatches_seen = 0
-        self._report.begin(
-            position[0] + 1,
-            microbatches=0 if self._targets is None else len(self._targets.microbatches),
-            skipped=self.skipped_iterations,
-            wait=self._stream.take_wait(),
-        )
-
-    def _like_logits(
-        self, rows: TeacherRows, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return a microbatch's values, ids and tail on the device and in the layout of *logits*.
-
-        Raises:
-            ValueError: The logits are not those of these samples.
-        """
-        positions, micro_batch_size = rows.values.shape[:2]
-        packed = is_packed(
-            logits,
-            positions=positions,
-            micro_batch_size=micro_batch_size,
-            cp_size=self._layout.cp_size,
-        )
-
-        def place(part: torch.Tensor) -> torch.Tensor:
-            part = part.to(logits.device, non_blocking=True)
-            return pack_samples(part) if packed else part
-
-        tail = rows.tail_logprob
-        return place(rows.values), place(rows.indices), None if tail is None else place(tail)
-
-    def _resolve(self, iteration: int | None) -> tuple[int, int]:
-        """Return the iteration and its first global sample."""
-        if iteration is not None:
-            return iteration, iteration * self._settings.global_batch_size
-        position = arguments.current_position()
-        return position.iteration, position.start_sample
 
 
 class LossFuncCallable:
@@ -261,6 +73,7 @@ class LossFuncCallable:
             "max_skipped_share": max_skipped_share,
         }
         self.kd_func: CachedLogitsKDLoss | None = None
+        compute_losses_with(self._losses)
 
     def __call__(
         self, loss_mask: torch.Tensor, output_tensor: torch.Tensor, model: torch.nn.Module
@@ -292,7 +105,7 @@ class LossFuncCallable:
                 "Cached-logits distillation needs a StudentLogitsCapture attached to the model; "
                 "the trainer attaches it when --logits-load-dir is set."
             )
-        kd_loss = self._kd_loss(capture.pop(), capture.pop_labels(), mask)
+        kd_loss = self._kd_loss(capture, mask)
         if kd_loss is None:
             # The trainer prints an entry it has seen before and does not get as 0.
             report["total loss"] = _entry(lm_loss, num_tokens)
@@ -302,16 +115,28 @@ class LossFuncCallable:
         report["total loss"] = _entry(total, num_tokens)
         return total, num_tokens, report
 
-    def _kd_loss(
-        self, logits: torch.Tensor, labels: torch.Tensor | None, mask: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _kd_loss(self, capture: StudentLogitsCapture, mask: torch.Tensor) -> torch.Tensor | None:
+        if capture.has_losses:
+            losses = capture.pop_losses()
+            if losses is None:
+                return None
+            self._opened().report(losses, mask)
+            return _masked_sum(losses.kd, mask)
+        logits, labels = capture.pop(), capture.pop_labels()
+        if self.alpha == 0.0:
+            logits = logits.detach()
+        per_token = self._opened()(logits, labels=labels, loss_mask=mask)
+        return None if per_token is None else _masked_sum(per_token, mask)
+
+    def _losses(self, logits: torch.Tensor, labels: torch.Tensor) -> MicrobatchLosses | None:
+        """Compute both losses; see :meth:`CachedLogitsKDLoss.with_lm_loss` for collectives."""
+        return self._opened().with_lm_loss(logits, labels)
+
+    def _opened(self) -> CachedLogitsKDLoss:
         if self.kd_func is None:
             # The trainer builds its loss function before the parallel state exists.
             self.kd_func = CachedLogitsKDLoss(self.logprobs_dir, **self._options)
-        if self.alpha == 0.0:
-            logits = logits.detach()
-        per_token = self.kd_func(logits, labels=labels, loss_mask=mask)
-        return None if per_token is None else _masked_sum(per_token, mask)
+        return self.kd_func
 
     def _mix(self, kd_loss: torch.Tensor, lm_loss: torch.Tensor) -> torch.Tensor:
         """Weigh the losses; one with weight 0 is a metric only and takes no part in backward."""

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.training.distillation.vocab_shard import shard_of
+
 # What the cache stores for an entry that top-P dropped.
 _MASKED_LOGPROB = -1000.0
 _MASKED_INDEX = -1
@@ -68,28 +70,14 @@ def teacher_topk(
     Raises:
         ValueError: a shape, a dtype or a rank does not fit; says what was found and expected.
     """
-    if logits.dim() != 3 or not logits.is_floating_point():
-        raise ValueError(
-            f"logits must be a float tensor (S, B, V/tp), got {logits.dtype} {tuple(logits.shape)}"
-        )
+    shard = shard_of(logits, vocab_size, tp_rank, tp_size, tp_group, name="logits")
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    if not 0 <= tp_rank < tp_size:
-        raise ValueError(f"tp_rank must be in [0, {tp_size}) for tp_size {tp_size}, got {tp_rank}")
-    tokens, width = logits.shape[:2], logits.shape[-1]
-    if vocab_size is None:
-        vocab_size = width * tp_size
-    if not 0 < vocab_size <= width * tp_size:
-        raise ValueError(
-            f"vocab_size must be in [1, {width * tp_size}] for {tp_size} shards of {width} logits, "
-            f"got {vocab_size}"
-        )
-    k = min(k, vocab_size)
-    start = tp_rank * width
-    real = min(max(vocab_size - start, 0), width)
+    tokens = logits.shape[:2]
+    k = min(k, shard.vocab_size)
     with torch.no_grad():
-        x = logits.reshape(-1, width)[:, :real]
-        values, indices, tail = _local_topk(x, start, min(k, width))
+        x = logits.reshape(-1, shard.width)[:, : shard.real]
+        values, indices, tail = _local_topk(x, shard.start, min(k, shard.width))
         if tp_size > 1:
             gathered = _gather_candidates(
                 values, indices, tail, tp_rank, tp_size, tp_group, tp_dst_rank

@@ -2,11 +2,14 @@
 """Stands in for Megatron's global state: a run's settings, its layout, and where training is."""
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.core import tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.training.distillation import arguments, parallel, write_watch
 from megatron.training.distillation.arguments import RunSettings, TrainingPosition
 from megatron.training.distillation.parallel import ParallelLayout
@@ -122,6 +125,28 @@ class GivenLogitsModel(torch.nn.Module):
         self, labels: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         return InPlaceCrossEntropy.apply(logits, labels)
+
+
+class MegatronLossModel(GivenLogitsModel):
+    """The same with the loss of Megatron's models, which the student's capture joins."""
+
+    compute_language_model_loss = LanguageModule.compute_language_model_loss
+
+    def __init__(self, mtp_num_layers: int = 0, frozen: bool = False) -> None:
+        super().__init__(mtp_num_layers, frozen)
+        self.config = SimpleNamespace(
+            mtp_num_layers=mtp_num_layers, cross_entropy_loss_fusion=False
+        )
+        self.tp_group = None
+
+    @staticmethod
+    def install(patch: Any) -> None:
+        """Have Megatron's loss do without a process group."""
+        patch.setattr(
+            tensor_parallel,
+            "vocab_parallel_cross_entropy",
+            lambda logits, labels, tp_group: InPlaceCrossEntropy.apply(logits, labels.T).T,
+        )
 
 
 class _Identity(torch.nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import tensor_parallel
 from megatron.training.distillation import cached_logits_loss, student_capture
 from megatron.training.distillation.cached_logits_loss import (
     CachedLogitsKDLoss,
@@ -39,6 +40,7 @@ from tests.unit_tests.training.distillation.cache_files import (
 from tests.unit_tests.training.distillation.run_stubs import (
     SETTINGS,
     GivenLogitsModel,
+    MegatronLossModel,
     PlainPatch,
     StubRun,
     group_layout,
@@ -50,6 +52,8 @@ PADDED, REAL, TOP = 16, 13, 3
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> StubRun:
     monkeypatch.setattr(student_capture, "_active_capture", None)
+    monkeypatch.setattr(student_capture, "_active_loss", None)
+    MegatronLossModel.install(monkeypatch)
     return StubRun().install(monkeypatch)
 
 
@@ -128,8 +132,14 @@ def open_loss(**options: Any) -> LossFuncCallable:
     return loss_function
 
 
-def attached_model(**options: Any) -> GivenLogitsModel:
-    model = GivenLogitsModel(**options)
+both_paths = pytest.mark.parametrize("model_type", [GivenLogitsModel, MegatronLossModel])
+"""A model with a loss of its own, and one whose loss comes from the pass of the divergence."""
+
+
+def attached_model(
+    model_type: type[GivenLogitsModel] = GivenLogitsModel, **options: Any
+) -> GivenLogitsModel:
+    model = model_type(**options)
     StudentLogitsCapture().attach_hooks(model)
     return model
 
@@ -141,16 +151,22 @@ def attached_model(**options: Any) -> GivenLogitsModel:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mtp_num_layers", [0, 2])
+@both_paths
 def test_loss_and_gradient_are_those_of_the_dense_mixture(
-    run: StubRun, alpha: float, batch: int, dtype: torch.dtype, mtp_num_layers: int
+    run: StubRun,
+    alpha: float,
+    batch: int,
+    dtype: torch.dtype,
+    mtp_num_layers: int,
+    model_type: type[GivenLogitsModel],
 ) -> None:
     """Through a model whose own loss overwrites fp32 logits, against float64 autograd."""
     loss_function = open_loss(kd_loss_alpha=alpha)
     rows = rows_from(random_logits(7, batch))
     assert loss_function.kd_func is not None
     give(loss_function.kd_func, targets(0, rows, rows))
-    model = GivenLogitsModel(mtp_num_layers)
-    model.config = SimpleNamespace(mtp_num_layers=mtp_num_layers)
+    model = model_type(mtp_num_layers)
+    model.config = SimpleNamespace(mtp_num_layers=mtp_num_layers, cross_entropy_loss_fusion=False)
     StudentLogitsCapture().attach_hooks(model)
 
     given = random_logits(1, batch, dtype).requires_grad_()
@@ -184,13 +200,16 @@ def test_loss_and_gradient_are_those_of_the_dense_mixture(
         assert report[name].tolist() == pytest.approx([value.item(), batch * SEQ - 1], rel=2e-6)
 
 
-def test_student_equal_to_its_teacher_has_no_loss(run: StubRun) -> None:
+@both_paths
+def test_student_equal_to_its_teacher_has_no_loss(
+    run: StubRun, model_type: type[GivenLogitsModel]
+) -> None:
     loss_function = open_loss()
     assert loss_function.kd_func is not None
     give(
         loss_function.kd_func, targets(0, rows_from(random_logits(1)), rows_from(random_logits(2)))
     )
-    model = attached_model()
+    model = attached_model(model_type)
     given = random_logits(1).requires_grad_()
     loss, _, _ = loss_function(
         torch.ones(1, SEQ), model(given, torch.zeros(1, SEQ, dtype=torch.long)), model
@@ -217,14 +236,15 @@ class _CountsBackward(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(("alpha", "passes"), [(1.0, 0), (0.5, 1), (0.0, 1)])
+@both_paths
 def test_lm_loss_costs_a_backward_pass_only_if_it_counts(
-    run: StubRun, alpha: float, passes: int
+    run: StubRun, alpha: float, passes: int, model_type: type[GivenLogitsModel]
 ) -> None:
     loss_function = open_loss(kd_loss_alpha=alpha)
     assert loss_function.kd_func is not None
     rows = rows_from(random_logits(7))
     give(loss_function.kd_func, targets(0, rows, rows))
-    model = attached_model()
+    model = attached_model(model_type)
     given = random_logits(1).requires_grad_()
     _CountsBackward.passes = 0
     lm_losses = _CountsBackward.apply(model(given, torch.zeros(1, SEQ, dtype=torch.long)))
@@ -234,12 +254,15 @@ def test_lm_loss_costs_a_backward_pass_only_if_it_counts(
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_fully_masked_microbatch(run: StubRun, alpha: float) -> None:
+@both_paths
+def test_fully_masked_microbatch(
+    run: StubRun, alpha: float, model_type: type[GivenLogitsModel]
+) -> None:
     loss_function = open_loss(kd_loss_alpha=alpha)
     assert loss_function.kd_func is not None
     rows = rows_from(random_logits(7))
     give(loss_function.kd_func, targets(0, rows, rows))
-    model = attached_model()
+    model = attached_model(model_type)
     given = random_logits(1).requires_grad_()
     loss, num_tokens, report = loss_function(
         torch.zeros(1, SEQ), model(given, torch.zeros(1, SEQ, dtype=torch.long)), model
@@ -254,7 +277,10 @@ def test_fully_masked_microbatch(run: StubRun, alpha: float) -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_masked_positions_may_hold_anything(run: StubRun, alpha: float, poison: float) -> None:
+@both_paths
+def test_masked_positions_may_hold_anything(
+    run: StubRun, alpha: float, poison: float, model_type: type[GivenLogitsModel]
+) -> None:
     """Neither the logits nor the LM loss of a masked token reach the loss or a gradient."""
     rows = rows_from(random_logits(7))
     mask = torch.ones(1, SEQ)
@@ -264,7 +290,7 @@ def test_masked_positions_may_hold_anything(run: StubRun, alpha: float, poison: 
         loss_function = open_loss(kd_loss_alpha=alpha)
         assert loss_function.kd_func is not None
         give(loss_function.kd_func, targets(0, rows, rows))
-        model = attached_model()
+        model = attached_model(model_type)
         given, lm_losses = random_logits(1), torch.arange(1.0, 1 + SEQ)[None]
         if spoilt:
             given[2, 0, 3] = poison
@@ -304,8 +330,9 @@ def spoil(rows: TeacherRows, token: int, sample: int, poison: str) -> TeacherRow
 @pytest.mark.parametrize("packed", [False, True], ids=["side by side", "packed"])
 @pytest.mark.parametrize("poison", ["nan", "inf", "ids", "large"])
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
+@both_paths
 def test_targets_of_masked_tokens_do_not_count(
-    run: StubRun, alpha: float, poison: str, packed: bool
+    run: StubRun, alpha: float, poison: str, packed: bool, model_type: type[GivenLogitsModel]
 ) -> None:
     """Loss, report and gradient are bit for bit those of the teacher's own targets."""
     batch, token, sample = 2, 1, 1
@@ -318,7 +345,7 @@ def test_targets_of_masked_tokens_do_not_count(
         loss_function = open_loss(kd_loss_alpha=alpha)
         assert loss_function.kd_func is not None
         give(loss_function.kd_func, targets(0, rows, rows))
-        model = attached_model()
+        model = attached_model(model_type)
         given, batch_mask = random_logits(1, batch), mask
         if packed:
             given, batch_mask = joined(given), mask.reshape(1, -1)
@@ -367,7 +394,10 @@ def test_packed_samples_have_the_same_loss(run: StubRun, batch: int, with_tail: 
     assert torch.equal(packed.grad, joined(beside.grad))
 
 
-def test_packed_mask_selects_the_tokens_it_names(run: StubRun) -> None:
+@both_paths
+def test_packed_mask_selects_the_tokens_it_names(
+    run: StubRun, model_type: type[GivenLogitsModel]
+) -> None:
     """Against float64 on the samples side by side, with a mask that differs per sample."""
     batch = 2
     rows = rows_from(random_logits(7, batch))
@@ -375,7 +405,7 @@ def test_packed_mask_selects_the_tokens_it_names(run: StubRun) -> None:
     assert loss_function.kd_func is not None
     give(loss_function.kd_func, targets(0, rows))
     mask = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
-    model = attached_model()
+    model = attached_model(model_type)
     given = joined(random_logits(1, batch))
     output = model(given, torch.zeros(1, batch * SEQ, dtype=torch.long))
     loss, num_tokens, _ = loss_function(mask.reshape(1, -1), output, model)
@@ -392,9 +422,12 @@ def test_logits_of_another_microbatch_are_refused(run: StubRun, shape: tuple[int
         kd_loss(torch.zeros(*shape, PADDED))
 
 
-def test_evaluation_reports_the_lm_loss_only(run: StubRun) -> None:
+@both_paths
+def test_evaluation_reports_the_lm_loss_only(
+    run: StubRun, model_type: type[GivenLogitsModel]
+) -> None:
     loss_function = LossFuncCallable("/nowhere")
-    model = attached_model().eval()
+    model = attached_model(model_type).eval()
     output = torch.tensor([[1.0, 2.0, 3.0, math.nan]])
     mask = torch.tensor([[1.0, 1.0, 0.0, 0.0]])
     loss, num_tokens, report = loss_function(mask, output, model)
@@ -403,6 +436,42 @@ def test_evaluation_reports_the_lm_loss_only(run: StubRun) -> None:
     assert report["lm loss"].tolist() == [3.0, 2.0]
     # The cache has not been opened.
     assert loss_function.kd_func is None
+
+
+def test_megatrons_loss_is_run_for_other_heads_and_in_evaluation_only(
+    run: StubRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[torch.Tensor] = []
+
+    def counted(logits: torch.Tensor, labels: torch.Tensor, tp_group: None) -> torch.Tensor:
+        calls.append(logits.detach().clone())
+        return logits.float().sum(-1)
+
+    monkeypatch.setattr(tensor_parallel, "vocab_parallel_cross_entropy", counted)
+    loss_function = open_loss(ignore_errors=True)
+    assert loss_function.kd_func is not None
+    rows = rows_from(random_logits(7))
+    give(loss_function.kd_func, targets(0, rows, rows), failed(2))
+    model = attached_model(MegatronLossModel, mtp_num_layers=1)
+    given, labels = random_logits(1), torch.zeros(1, SEQ, dtype=torch.long)
+    exact = given.clone()
+
+    def step() -> dict[str, torch.Tensor]:
+        calls.clear()
+        _, _, report = loss_function(torch.ones(1, SEQ), model(given, labels), model)
+        return report
+
+    report = step()
+    assert [torch.equal(logits, exact) for logits in calls] == [False]
+    assert "logits distillation loss" in report
+    # Without targets and without training the main head's loss is its own.
+    run.move_to(2)
+    assert "logits distillation loss" not in step()
+    assert [torch.equal(logits, exact) for logits in calls] == [False, True]
+    model.eval()
+    assert set(step()) == {"lm loss"}
+    assert [torch.equal(logits, exact) for logits in calls] == [False, True]
+    assert torch.equal(given, exact)
 
 
 # ---- capture ----------------------------------------------------------------------------------
@@ -466,9 +535,12 @@ def test_capture_is_taken_once(run: StubRun) -> None:
         capture.pop()
 
 
-def test_evaluation_leaves_no_logits_behind(run: StubRun) -> None:
+@both_paths
+def test_evaluation_leaves_no_logits_behind(
+    run: StubRun, model_type: type[GivenLogitsModel]
+) -> None:
     capture = StudentLogitsCapture()
-    model = GivenLogitsModel()
+    model = model_type()
     capture.attach_hooks(model)
     model.eval()
     model(random_logits(1), torch.zeros(1, SEQ, dtype=torch.long))
@@ -476,9 +548,12 @@ def test_evaluation_leaves_no_logits_behind(run: StubRun) -> None:
         capture.pop()
 
 
-def test_removed_capture_leaves_the_model_as_it_was(run: StubRun) -> None:
+@both_paths
+def test_removed_capture_leaves_the_model_as_it_was(
+    run: StubRun, model_type: type[GivenLogitsModel]
+) -> None:
     capture = StudentLogitsCapture()
-    model = GivenLogitsModel()
+    model = model_type()
     capture.attach_hooks(model)
     model(random_logits(1), torch.zeros(1, SEQ, dtype=torch.long))
     capture.remove_hooks()
@@ -586,15 +661,16 @@ def test_missing_targets_stop_the_run(run: StubRun) -> None:
         kd_loss(random_logits(1))
 
 
+@both_paths
 def test_ignored_errors_fall_back_to_the_lm_loss_and_recover(
-    run: StubRun, caplog: pytest.LogCaptureFixture
+    run: StubRun, caplog: pytest.LogCaptureFixture, model_type: type[GivenLogitsModel]
 ) -> None:
     loss_function = open_loss(ignore_errors=True)
     kd_loss = loss_function.kd_func
     assert kd_loss is not None
     rows = rows_from(random_logits(7))
     give(kd_loss, targets(0, rows, rows), failed(2), failed(4), targets(6, rows, rows))
-    model = attached_model()
+    model = attached_model(model_type)
     labels, mask = torch.zeros(1, SEQ, dtype=torch.long), torch.ones(1, SEQ)
     reported = []
     with caplog.at_level(logging.WARNING):

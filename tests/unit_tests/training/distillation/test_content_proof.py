@@ -113,7 +113,7 @@ def test_first_microbatch_that_differs_is_not_used(
     other = labels_of(4)
     other[0, 70] ^= 1
     monkeypatch.setattr(
-        "megatron.training.distillation.cached_logits_loss.sparse_kl",
+        "megatron.training.distillation.cached_kd_loss.sparse_kl",
         lambda *_, **__: pytest.fail("used"),
     )
     with pytest.raises(TeacherContentError) as caught:

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.training.distillation import cached_logits_loss, storage, target_stream
-from megatron.training.distillation.cached_logits_loss import CachedLogitsKDLoss
+from megatron.training.distillation import cached_kd_loss, storage, target_stream
+from megatron.training.distillation.cached_kd_loss import CachedLogitsKDLoss
 from megatron.training.distillation.errors import CacheFormatError, TeacherDataError
 from tests.unit_tests.distributed import recorded_collectives, run_ranks
 from tests.unit_tests.training.distillation.cache_files import SEQ, sample_of, write_shard
@@ -55,7 +55,7 @@ class Stage:
             *a, **{**k, "num_workers": 0, "prefetch_factor": None}
         )
         # Which collectives the divergence itself needs is not the matter here.
-        cached_logits_loss.sparse_kl = lambda logits, *a, **k: logits.sum(-1)
+        cached_kd_loss.sparse_kl = lambda logits, *a, **k: logits.sum(-1)
         self.loss = CachedLogitsKDLoss(str(cache), **options)
 
     def step(self, start: int) -> tuple[list[list[int]] | str | None, list[str]]:
