@@ -236,7 +236,10 @@ class RunSettings:
             mtp_num_layers=args.mtp_num_layers or 0,
             identifiers=run_identifiers(args),
             manifest=run_manifest(args, _tokenizer(args)),
-            max_waiting_bytes=args.logits_save_max_waiting_bytes,
+            # Arguments of megatron-core's own parser, as tools make them, do not have it.
+            max_waiting_bytes=getattr(
+                args, "logits_save_max_waiting_bytes", DEFAULT_MAX_WAITING_BYTES
+            ),
         )
 
     def expected_run(self, *, enforced: bool, reports: bool) -> ExpectedRun:

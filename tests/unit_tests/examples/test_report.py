@@ -50,6 +50,7 @@ def test_curves_that_cannot_be_compared() -> None:
         Comparison(plain={20: 4.0}, distilled={10: 4.0}, teacher=3.0)
 
 
+@pytest.mark.slow
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for comparison in (BETTER, Comparison(plain={1: 4.0}, distilled={1: 4.0}, teacher=4.0)):

@@ -301,6 +301,7 @@ def parsed(printed: dict[tuple[object, ...], Printed]) -> Iterator[dict[object, 
     return dict(zip(cases, lines, strict=True))  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_megatron_takes_every_flag(parsed: dict[object, dict], case: tuple) -> None:
     script, storage = case[:2]
@@ -320,6 +321,7 @@ def test_megatron_takes_every_flag(parsed: dict[object, dict], case: tuple) -> N
         assert args["save_retain_interval"] == (1050 if storage == "local" else None)
 
 
+@pytest.mark.slow
 def test_parser_refuses_what_it_should(parsed: dict[object, dict]) -> None:
     assert parsed["unknown flag"]["problem"] == "SystemExit 2"
     assert "/nowhere cannot be read" in parsed["no shards"]["problem"]

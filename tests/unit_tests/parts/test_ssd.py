@@ -229,6 +229,7 @@ def test_install_after_the_mixer_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert "mamba_ssm" not in sys.modules
 
 
+@pytest.mark.slow
 def test_mixer_takes_what_is_installed() -> None:
     passes(
         """

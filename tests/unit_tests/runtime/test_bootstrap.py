@@ -128,6 +128,7 @@ def test_package_without_distillation_is_refused(tmp_path: Path) -> None:
 # ---- a prepared process -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_prepared_process() -> None:
     """One process for all of it, as importing megatron takes seconds."""
     printed = passes(

@@ -70,6 +70,7 @@ print("refused:", untouched())
 """
 
 
+@pytest.mark.slow
 def test_it_is_neither_entered_unasked_nor_beside_a_gpu() -> None:
     unasked, gloo, message, refused = passes(NOT_ENTERED).splitlines()
     assert unasked == "unasked: True"
@@ -105,6 +106,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_children_are_in_it_too_and_say_nothing(tmp_path: Path, method: str) -> None:
     printed = passes(PARENT.format(method=method), *GLOO, script=tmp_path / "entry.py")
@@ -175,6 +177,7 @@ assert torch.equal(torch.rand(3), drawn)
 """
 
 
+@pytest.mark.slow
 def test_torch_cuda_is_the_cpu() -> None:
     """One process for all of it; rank 1, which does not announce the mode."""
     printed = passes(REDIRECTED, environment={"LOCAL_WORLD_SIZE": "3", "RANK": "1"})

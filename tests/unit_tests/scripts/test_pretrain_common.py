@@ -3,6 +3,8 @@
 
 import json
 
+import pytest
+
 from tests.unit_tests.runtime.subprocesses import passes
 
 CASES = [
@@ -34,6 +36,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_packed_sequences_are_numbered_for_mamba_layers() -> None:
     printed = passes(PROGRAM, json.dumps(CASES))
     assert json.loads(printed.splitlines()[-1]) == [numbers for _, _, numbers in CASES]

@@ -142,6 +142,7 @@ class Killed(BaseException):
     """Ends a writer where it is."""
 
 
+@pytest.mark.slow
 def test_writer_killed_between_copy_and_delete_loses_nothing(server, calls, monkeypatch):
     url = server.url("killed")
     shard_writer.write_batched_tar(f"{url}/dp0__0-8.tar", META, members(0, 8))

@@ -110,6 +110,7 @@ def read_all(directory, layout: LoadLayout) -> str:
     return first_error
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + CASES)
 def test_damage_gives_the_targets_or_a_named_error(mutator, tmp_path, record_property):
     directory = tmp_path / "cache"

@@ -207,6 +207,7 @@ LIFE = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=200,
     deadline=None,
