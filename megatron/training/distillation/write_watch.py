@@ -7,7 +7,8 @@ another checkpoint and waits for the worker at its next one, or at its end. So t
 what becomes of every window, in a directory that both see, and a thread of the trainer looks at it
 and at the worker.
 
-Nothing here communicates between ranks: one process that ends makes the launcher end the job.
+Nothing here communicates between ranks: one process that ends makes the launcher end the job. The
+worker looks at the trainer as well, and ends with it.
 """
 
 import atexit
@@ -16,6 +17,7 @@ import multiprocessing
 import os
 import select
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -33,6 +35,7 @@ from megatron.training.distillation.shard_writer import write_batched_tar
 
 POLL_SECONDS = 0.5
 _RECORD_BYTES = 16
+_TRAINER_WATCH = "logits-trainer-watch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,8 @@ def write_and_report(
 ) -> None:
     """Write one shard as :func:`write_batched_tar` does, and report what becomes of it.
 
-    In the trainer's own process nothing is reported: the caller gets the error.
+    In the trainer's own process nothing is reported: the caller gets the error. Another process
+    ends with the trainer from its first window on.
     """
     began = time.monotonic()
     if os.getpid() == reports.trainer:
@@ -124,6 +128,7 @@ def write_and_report(
         finally:
             reports.finish(time.monotonic() - began)
         return
+    _end_with(reports.trainer)
     reports.begin()
     try:
         write_batched_tar(path, meta_bytes, members, msc_enabled)
@@ -313,6 +318,35 @@ def end_process(error: LogitsWriteError) -> None:
     for child in multiprocessing.active_children():
         child.kill()
     sys.stdout.flush()
+    os._exit(1)
+
+
+def _end_with(trainer: int) -> None:
+    """End this process when *trainer* ends, however that does; to be called any number of times.
+
+    A rank that is killed cannot end what it has started. Its worker would wait for another request
+    for ever, or write on into a directory in which the job may run again by then.
+    """
+    if any(thread.name == _TRAINER_WATCH for thread in threading.enumerate()):
+        return
+    threading.Thread(
+        target=_wait_and_end, args=(trainer,), name=_TRAINER_WATCH, daemon=True
+    ).start()
+
+
+def _wait_and_end(trainer: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        ended = select.poll()
+        ended.register(os.pidfd_open(trainer), select.POLLIN)
+        ended.poll()
+    print(
+        f"The trainer process {trainer} has ended, so its checkpoint worker ends.",
+        file=sys.stderr,
+        flush=True,
+    )
+    if os.getpgid(0) == trainer:
+        # The launcher gave the rank a process group, in which its queue's manager is left as well.
+        os.killpg(trainer, signal.SIGKILL)
     os._exit(1)
 
 

@@ -255,6 +255,50 @@ def test_closing_removes_the_reports(ending: Ending) -> None:
     assert not watch.reports.directory.exists()
 
 
+def _write_and_wait(reports: WriteReports, path: Path) -> None:
+    write_and_report(reports, str(path), META, MEMBERS)
+    write_and_report(reports, str(path), META, MEMBERS)
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_worker_ends_with_its_trainer(tmp_path: Path, earlier: bool) -> None:
+    """A rank that is killed cannot end its worker, which may wait or still write."""
+    trainer = worker(threading.Event().wait)
+    reports = WriteReports(tmp_path, trainer.pid)
+    if earlier:
+        trainer.kill()
+        trainer.join()
+    process = worker(_write_and_wait, reports, tmp_path / "dp0__0-4.tar")
+    if not earlier:
+        until(lambda: reports.finished() == 2)
+        assert process.is_alive()
+        trainer.kill()
+        trainer.join()
+    process.join(SECONDS)
+    assert process.exitcode == 1
+
+
+def _join_group(group: int, then: Callable[..., object], *args: Any) -> None:
+    os.setpgid(0, group)
+    then(*args)
+
+
+def test_worker_ends_the_process_group_of_its_trainer(tmp_path: Path) -> None:
+    """A killed rank leaves more than its worker, such as the manager of its queues."""
+    trainer = worker(_join_group, 0, threading.Event().wait)
+    until(lambda: os.getpgid(trainer.pid) == trainer.pid)
+    reports = WriteReports(tmp_path, trainer.pid)
+    manager = worker(_join_group, trainer.pid, threading.Event().wait)
+    process = worker(_join_group, trainer.pid, _write_and_wait, reports, tmp_path / "dp0__0-4.tar")
+    until(lambda: reports.finished() == 2 and os.getpgid(manager.pid) == trainer.pid)
+    trainer.kill()
+    trainer.join()
+    process.join(SECONDS)
+    manager.join(SECONDS)
+    assert process.exitcode == manager.exitcode == -signal.SIGKILL
+
+
 @pytest.mark.slow
 def test_blocked_main_thread_does_not_keep_the_process(tmp_path: Path) -> None:
     """The real end, in an interpreter of its own whose main thread waits for ever."""
