@@ -16,7 +16,7 @@ import torch
 
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.training.distillation import storage
-from megatron.training.distillation.errors import CacheFormatError
+from megatron.training.distillation.errors import CacheFormatError, LogitsWriteError
 from megatron.training.distillation.payload import encode_logprobs_payload
 from megatron.training.distillation.publication import (
     Extract,
@@ -157,6 +157,18 @@ class BufferedIteration(NamedTuple):
         return member_name(self.start, self.end)
 
 
+def _encoded(start: int, end: int, job: Future[bytes]) -> BufferedIteration:
+    """Wait for the payload of an iteration."""
+    try:
+        return BufferedIteration(start, end, job.result())
+    except Exception as error:
+        raise LogitsWriteError(
+            f"Samples {start} to {end - 1} of the logits dump could not be encoded: "
+            f"{type(error).__name__}: {error}. The checkpoint of their window is not confirmed: "
+            "start the job again when the cause is gone, and it dumps the window again."
+        ) from error
+
+
 class IterationBuffer:
     """Encodes finished iterations in one background thread and keeps them until they are taken.
 
@@ -206,12 +218,11 @@ class IterationBuffer:
         """Wait for the encoder, return all iterations by ascending start and empty the buffer.
 
         Raises:
-            ValueError: An iteration could not be encoded. The buffer keeps everything.
+            LogitsWriteError: An iteration could not be encoded. The buffer keeps everything.
         """
         with self._lock:
             iterations = [
-                BufferedIteration(start, end, job.result())
-                for start, (end, job) in sorted(self._iterations.items())
+                _encoded(start, end, job) for start, (end, job) in sorted(self._iterations.items())
             ]
             self._iterations.clear()
             return iterations

@@ -17,6 +17,7 @@ import torch
 
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.training.distillation import shard_writer, storage, storage_retry
+from megatron.training.distillation.errors import LogitsWriteError
 from megatron.training.distillation.shard_writer import IterationBuffer, write_batched_tar
 from megatron.training.distillation.utils import decode_teacher_rows, encode_logprobs_payload
 
@@ -279,7 +280,7 @@ def test_an_encoding_error_surfaces_every_time(buffer):
     buffer.add(0, 8, values, indices, tail)
     buffer.add(8, 16, values, indices + 131072, tail)
     for _ in range(2):
-        with pytest.raises(ValueError, match="17 bits"):
+        with pytest.raises(LogitsWriteError, match=r"Samples 8 to 15 .*ValueError: .*17 bits"):
             buffer.take()
     buffer.add(8, 16, values, indices, tail)  # the replay repairs it
     assert len(buffer.take()) == 2
