@@ -158,6 +158,13 @@ class AgreedTargets:
                 names = storage.list_names(self._logprobs_dir)
             except storage.ERRORS as error:
                 problem = f"Cannot list the teacher data: {error}"
+            except Exception as error:
+                # Whatever fails is an answer: the other ranks wait for it.
+                problem = (
+                    f"Cannot list the teacher data in {self._logprobs_dir}: "
+                    f"{type(error).__name__}: {error}"
+                )
+                logger.exception("%s", problem)
         names, problem = parallel.from_speaker((names, problem), self._layout)
         if not problem:
             self._stream.use_listing(names)

@@ -31,7 +31,10 @@ def client_errors() -> tuple[type[Exception], ...]:
     """Return all that the client raises for a store it cannot work with."""
     from multistorageclient.types import PreconditionFailedError, RetryableError
 
-    return (OSError, RuntimeError, PreconditionFailedError, RetryableError, *_botocore_errors())
+    return (
+        *(OSError, RuntimeError, ValueError, PreconditionFailedError, RetryableError),
+        *_botocore_errors(),
+    )
 
 
 def _botocore_errors() -> tuple[type[Exception], ...]:
@@ -49,6 +52,8 @@ def is_transient(error: Exception) -> bool:
     What the store refuses (credentials, permissions, names) or what is wrong on this side stays
     wrong. An error that tells neither is tried again.
     """
+    if isinstance(error, ValueError):  # what the client was asked for makes no sense to it
+        return False
     for link in _chain(error):
         status = _http_status(link)
         if status is not None:

@@ -148,11 +148,25 @@ def wrapped(cause: Exception, kind: type[Exception] = RuntimeError) -> Exception
         (wrapped(FileNotFoundError("gone"), OSError), False),
         (wrapped(botocore.NoCredentialsError()), False),
         (OSError(errno.ESTALE, "it changed"), False),
+        (ValueError("start_after (b) must be before end_at (a)!"), False),
     ],
     ids=repr,
 )
 def test_what_is_tried_again(error, expected):
     assert is_transient(error) is expected
+
+
+def test_what_makes_no_sense_to_the_client_is_an_error_of_the_store(server, monkeypatch):
+    client, key = object_store._resolve(server.url("cache"))
+
+    def refuse(*args, **options):
+        raise ValueError("Symlink cycle detected at: cache")
+
+    monkeypatch.setattr(client, "list", refuse)
+    monkeypatch.setattr(object_store, "_resolve", lambda url: (client, key))
+    with pytest.raises(OSError, match="cannot list: Symlink cycle detected") as caught:
+        storage.list_names(server.url("cache"))
+    assert server.url("cache") in str(caught.value)
 
 
 # ---- a store that is away for a moment ---------------------------------------------------------

@@ -187,6 +187,23 @@ def test_error_of_the_listing_rank_reaches_all(tmp_path: Path, ignore_errors: bo
         assert str(tmp_path / "missing") in outcome
 
 
+def _listing_has_a_bug(rank: int, world_size: int, cache: Path) -> Any:
+    stage = Stage(rank, cache, ignore_errors=True)
+
+    def list_names(directory: str, prefix: str = "") -> list[str]:
+        raise KeyError("Contents")  # no kind of error that storage promises
+
+    storage.list_names = list_names
+    return stage.step(0)
+
+
+def test_whatever_the_listing_raises_reaches_all(tmp_path: Path) -> None:
+    for outcome, collectives in run_ranks(WORLD, _listing_has_a_bug, tmp_path):
+        assert collectives == LISTING
+        assert outcome.startswith(f"TeacherDataError: Cannot list the teacher data in {tmp_path}")
+        assert "KeyError: 'Contents'" in outcome
+
+
 def _directory_goes_away(rank: int, world_size: int, cache: Path) -> Any:
     stage = Stage(rank, cache, ignore_errors=True)
     stage.step(0)
