@@ -72,9 +72,19 @@ def join(directory: str, name: str) -> str:
 
 
 def exists(path: str) -> bool:
-    """Return whether *path* is an object in a store or, on a file system, anything at all."""
+    """Return whether *path* is an object in a store or, on a file system, anything at all.
+
+    Raises:
+        OSError: That cannot be told.
+    """
     on_disk = _on_disk(path)
-    return object_store.exists(path) if on_disk is None else os.path.exists(on_disk)
+    if on_disk is None:
+        return object_store.exists(path)
+    try:
+        os.stat(on_disk)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def makedirs(directory: str) -> None:

@@ -26,6 +26,7 @@ from megatron.training.distillation.write_watch import (
     WrittenWindow,
     write_and_report,
 )
+from tests.file_faults import FileFaults, recorded_operations
 
 SECONDS = 20.0
 MEMBERS = [("0-4.pt.zst", b"payload")]
@@ -277,6 +278,31 @@ def test_worker_ends_with_its_trainer(tmp_path: Path, earlier: bool) -> None:
         trainer.join()
     process.join(SECONDS)
     assert process.exitcode == 1
+
+
+def _write_with_faults(faults: FileFaults, reports: WriteReports, path: Path) -> None:
+    faults.install()
+    write_and_report(reports, str(path), META, MEMBERS)
+
+
+REPORT = [
+    *("open worker.tmp", "write worker.tmp", "close worker.tmp", "replace worker.tmp"),
+    *("open finished", "write finished"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REPORT)))
+def test_report_that_cannot_be_written_is_a_lost_window(
+    watch: WriteWatch, ending: Ending, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As in a full directory for temporary files: the worker dies of it."""
+    record = tmp_path / "record"
+    faults = FileFaults(str(watch.reports.directory), record, first_failing=number)
+    watch.hand_over("The window of samples 0 to 3")
+    process = worker(_write_with_faults, faults, watch.reports, tmp_path / "dp0__0-4.tar")
+    monkeypatch.setattr(PersistentAsyncCaller, "_persistent_process", process)
+    assert "worker process has ended" in ending.wait()
+    assert recorded_operations(record)[: number + 1] == REPORT[: number + 1]
 
 
 def _join_group(group: int, then: Callable[..., object], *args: Any) -> None:
