@@ -6,10 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from tests.functional_tests.cases import Workshop
+from tests.functional_tests.failing_jobs import FailingJobs
 from tests.functional_tests.harness import JobRunner
 
 _table: list[str] = []
 _runners: list[JobRunner] = []
+_failing: list[FailingJobs] = []
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +24,12 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> JobRunner:
 @pytest.fixture(scope="session")
 def workshop(jobs: JobRunner) -> Workshop:
     return Workshop(jobs)
+
+
+@pytest.fixture(scope="session")
+def failing_jobs(jobs: JobRunner) -> FailingJobs:
+    _failing.append(FailingJobs(jobs))
+    return _failing[-1]
 
 
 @pytest.fixture
@@ -40,3 +48,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"{len(runner.finished)} training jobs, {total:.0f} s")
         for job in runner.finished:
             terminalreporter.line(f"{job.seconds:6.1f} s  {job.name}")
+    for failing in _failing:
+        terminalreporter.section("seconds from the message of a failure to the end of the job")
+        for failed in failing.ended:
+            terminalreporter.line(f"{failed.seconds:6.1f} s  {failed.job.name}")

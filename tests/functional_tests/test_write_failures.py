@@ -1,136 +1,216 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dump whose window cannot be written ends, confirms nothing of it, and dumps it again."""
+"""A dump whose window cannot be written ends, confirms nothing of it, and dumps it again.
+
+The causes come from outside of the job: full and lost disks, killed processes.
+"""
 
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.caches import read_cache
-from tests.functional_tests.cases import (
-    DUMP_GLOBAL_BATCH,
-    DUMP_ITERATIONS,
-    DUMPS,
-    SAMPLES,
-    Workshop,
-)
-from tests.functional_tests.checkpoints import latest_iteration
-from tests.functional_tests.harness import JobResult
+from tests.functional_tests.cases import DUMP_ITERATIONS, DUMPS, SAMPLES, Workshop
+from tests.functional_tests.disks import scratch_disk
+from tests.functional_tests.failing_jobs import DisturbedDump, FailingJobs, RunningJob, running
+from tests.functional_tests.faults import Faults
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
-SECONDS_TO_END = 60.0
+CASE = DUMPS["dp2"]
+LONG_ITERATIONS = 80
+LONG_INTERVAL = 8
+MakeDump = Callable[..., DisturbedDump]
 
 
-def wait_for[T](job: "Future[JobResult]", found: Callable[[], T | None], what: str) -> T:
-    """Return what *found* gives, while *job* runs."""
-    while True:
-        result = found()
-        if result is not None:
-            return result
-        assert not job.done(), f"the job ended before {what}: {job.result().tail()}"
-        time.sleep(0.002)
-
-
-def end_of(job: "Future[JobResult]", log: Path) -> tuple[JobResult, float]:
-    """Return the ended job, and the seconds it took to end after it had named the failure."""
-    wait_for(
-        job, lambda: "LogitsWriteError" in log.read_text(errors="replace") or None, "it failed"
+@pytest.fixture(scope="module")
+def long_cache(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump long enough to be disturbed while it runs."""
+    place = tmp_path_factory.mktemp("long")
+    arguments = workshop.dump_arguments(
+        CASE,
+        place / "cache",
+        place / "save",
+        iterations=LONG_ITERATIONS,
+        save_interval=LONG_INTERVAL,
     )
-    named = time.monotonic()
-    return job.result(), time.monotonic() - named
+    workshop.jobs.run("dump-long", arguments, ranks=CASE.ranks)
+    return place / "cache"
 
 
-def test_failure_in_the_last_flush_ends_all_ranks(workshop: Workshop, tmp_path: Path) -> None:
+@pytest.fixture
+def long_dump(
+    workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path, long_cache: Path
+) -> MakeDump:
+    """Make a long dump that is to be disturbed, by its name and directory."""
+
+    def make(name: str, cache: Path) -> DisturbedDump:
+        return DisturbedDump(
+            workshop,
+            failing_jobs,
+            name,
+            case=CASE,
+            cache=cache,
+            save=tmp_path / "save",
+            undisturbed=long_cache,
+            iterations=LONG_ITERATIONS,
+            save_interval=LONG_INTERVAL,
+        )
+
+    return make
+
+
+# ---- disks -------------------------------------------------------------------------------------
+
+
+def test_failure_in_the_last_flush_ends_all_ranks(
+    workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path
+) -> None:
     """One of two ranks cannot write; the only flush is the last, where the trainer waits for it."""
-    cache, save = tmp_path / "cache", tmp_path / "save"
-    case = DUMPS["dp2"]
-    arguments = workshop.dump_arguments(case, cache, save, save_interval=DUMP_ITERATIONS)
-    name = "dump-fails-at-its-end"
-    log = workshop.directory / f"{name}.log"
+    cache = tmp_path / "cache"
+    dump = DisturbedDump(
+        workshop,
+        failing_jobs,
+        "dump-fails-at-its-end",
+        case=CASE,
+        cache=cache,
+        save=tmp_path / "save",
+        undisturbed=workshop.dump("dp2").cache,
+        save_interval=DUMP_ITERATIONS,
+    )
     shard = cache / f"dp1__0-{SAMPLES}.tar"
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(workshop.jobs.run, name, arguments, ranks=case.ranks, succeeds=False)
-        wait_for(job, lambda: cache.is_dir() or None, "it made its directory")
+
+    def take_its_name(job: RunningJob) -> None:
+        job.wait_to_say("before the start of training step")
         shard.mkdir()
-        result, seconds = end_of(job, log)
-    assert seconds < SECONDS_TO_END
-    assert len(result.iterations()) == DUMP_ITERATIONS
-    message = result.of_rank(1)
-    for part in (
-        f"The window of samples 0 to {SAMPLES - 1} ({shard})",
-        "IsADirectoryError",
-        "is not confirmed",
-    ):
-        assert part in message
-    assert "LogitsWriteError" not in result.of_rank(0)
-    assert result.first_failed_rank == 1
-    assert result.left_behind() == []
-    assert not (save / "latest_checkpointed_iteration.txt").exists()
+
+    # A directory is no shard.
+    job = dump.fail("IsADirectoryError", disturb=take_its_name, kept=tmp_path / "nothing")
+    assert len(job.iterations()) == DUMP_ITERATIONS
+    assert "LogitsWriteError" in job.of_rank(1)
+    assert "LogitsWriteError" not in job.of_rank(0)
+    assert job.first_failed_rank == 1
+    assert dump.confirmed() == 0
 
     shard.rmdir()
-    workshop.jobs.run("dump-after-its-failure", arguments, ranks=case.ranks)
-    assert latest_iteration(save) == DUMP_ITERATIONS
-    assert read_cache(cache) == read_cache(workshop.dump("dp2").cache)
+    dump.resume()
 
 
-def test_killed_checkpoint_worker_ends_the_job(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, save, reports = tmp_path / "cache", tmp_path / "save", tmp_path / "reports"
+def test_full_disk(workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path) -> None:
+    """The second windows do not fit: the dump gives up; the next waits until there is room."""
+    whole = workshop.dump("dp2").cache
+    page = os.sysconf("SC_PAGE_SIZE")
+    sizes = {path.name: -(-path.stat().st_size // page) * page for path in whole.glob("*.tar")}
+    first = sum(size for name, size in sizes.items() if "__0-" in name)
+    with scratch_disk(tmp_path, first + min(sizes.values()) // 2) as disk:
+        dump = DisturbedDump(
+            workshop,
+            failing_jobs,
+            "dump-fills-its-disk",
+            case=CASE,
+            cache=disk.path,
+            save=tmp_path / "save",
+            undisturbed=whole,
+        )
+        impatient = Faults(patience=3.0).options()
+        job = dump.fail("No space left on device", **impatient)
+        assert "Trying again" in job.log
+        assert not list(disk.path.glob("*.tmp"))
+
+        # Still full, until the dump has noticed.
+        with running(workshop.jobs, "dump-waits-for-room", dump.arguments, ranks=2) as again:
+            again.wait_to_say(r"Cannot write .*No space left on device.*Trying again")
+            disk.resize(4 * sum(sizes.values()))
+        dump.check_whole()
+
+
+@pytest.mark.parametrize("how", ["vanished", "read-only"])
+def test_lost_directory(tmp_path: Path, long_dump: MakeDump, how: str) -> None:
+    """As when a file system is unmounted: no other directory is made in its place."""
+    with scratch_disk(tmp_path, 2**24) as disk:
+        cache = disk.path / "cache"
+        dump = long_dump(f"dump-loses-its-directory-{how}", cache)
+
+        def lose(job: RunningJob) -> None:
+            job.wait_to_confirm(dump.save)
+            disk.detach() if how == "vanished" else disk.allow_writes(False)
+
+        reason, kept = f"No such file or directory: '{cache}'", disk.aside / "cache"
+        if how == "read-only":
+            reason, kept = "Read-only file system", cache
+        job = dump.fail(reason, disturb=lose, kept=kept)
+        assert "Trying again" not in job.log
+        assert kept == cache or not cache.exists()
+        assert 0 < dump.confirmed() < LONG_ITERATIONS
+
+        disk.attach() if how == "vanished" else disk.allow_writes(True)
+        dump.resume()
+
+
+# ---- killed processes --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int] | None]:
+    """Give the checkpoint workers of the job that runs, once all ranks' have written."""
+    reports = tmp_path / "reports"
     reports.mkdir()
     monkeypatch.setenv("TMPDIR", str(reports))
-    interval = 8
-    arguments = workshop.dump_arguments(
-        DUMPS["tp1"], cache, save, iterations=10 * interval, save_interval=interval
+
+    def find() -> list[int] | None:
+        found = [int(path.read_text()) for path in reports.glob("logits-writes-*/worker")]
+        return found if len(found) == CASE.ranks else None
+
+    return find
+
+
+def test_killed_checkpoint_worker(
+    tmp_path: Path, long_dump: MakeDump, workers: Callable[[], list[int] | None]
+) -> None:
+    dump = long_dump("dump-loses-its-worker", tmp_path / "cache")
+
+    def kill_worker(job: RunningJob) -> None:
+        found = job.wait_for(workers, "its workers wrote")
+        job.wait_to_confirm(dump.save)
+        os.kill(found[-1], signal.SIGKILL)
+
+    dump.fail("checkpoint worker process has ended", disturb=kill_worker)
+    assert 0 < dump.confirmed() < LONG_ITERATIONS
+    dump.resume()
+
+
+def test_killed_rank(
+    workshop: Workshop,
+    failing_jobs: FailingJobs,
+    tmp_path: Path,
+    long_dump: MakeDump,
+    workers: Callable[[], list[int] | None],
+) -> None:
+    """Nothing of the dump can say so; torchrun does."""
+    dump = long_dump("dump-loses-a-rank", tmp_path / "cache")
+
+    def kill_rank(job: RunningJob) -> None:
+        found = job.wait_for(workers, "its workers wrote")
+        job.wait_to_confirm(dump.save)
+        # It has its worker from a fork server.
+        os.kill(parent_of(parent_of(found[-1])), signal.SIGKILL)
+
+    job = failing_jobs.run(
+        "dump-loses-a-rank-0",
+        dump.arguments,
+        ranks=CASE.ranks,
+        disturb=kill_rank,
+        says=None,
     )
-    name = "dump-loses-its-worker"
-
-    def worker() -> int | None:
-        for report in reports.glob("logits-writes-*/worker"):
-            return int(report.read_text())
-        return None
-
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(workshop.jobs.run, name, arguments, succeeds=False)
-        process = wait_for(job, worker, "its worker wrote")
-        tracker = save / "latest_checkpointed_iteration.txt"
-        wait_for(job, lambda: tracker.exists() or None, "its first checkpoint was confirmed")
-        os.kill(process, signal.SIGKILL)
-        result, seconds = end_of(job, workshop.directory / f"{name}.log")
-    assert seconds < SECONDS_TO_END
-    assert "checkpoint worker process has ended" in result.log
-    assert result.left_behind() == []
-    confirmed = latest_iteration(save)
-    assert interval <= confirmed < 10 * interval
-    window = confirmed * DUMP_GLOBAL_BATCH
-    assert f"The window of samples {window} to {window + interval * DUMP_GLOBAL_BATCH - 1}" in (
-        result.log
-    )
-    assert "not confirmed: start the job again" in result.log
+    assert re.search(r"Signal 9 \(SIGKILL\) received by PID", job.log)
+    assert 0 < dump.confirmed() < LONG_ITERATIONS
+    assert job.first_failed_rank is not None
+    dump.check_kept()
+    dump.resume()
 
 
-def test_vanished_directory_ends_the_job(workshop: Workshop, tmp_path: Path) -> None:
-    """As when a file system is unmounted: no other directory is made in its place."""
-    cache, save = tmp_path / "cache", tmp_path / "save"
-    arguments = workshop.dump_arguments(DUMPS["tp1"], cache, save, iterations=80, save_interval=8)
-    name = "dump-loses-its-directory"
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(workshop.jobs.run, name, arguments, succeeds=False)
-        tracker = save / "latest_checkpointed_iteration.txt"
-        wait_for(job, lambda: tracker.exists() or None, "its first checkpoint was confirmed")
-        cache.rename(tmp_path / "elsewhere")
-        result, seconds = end_of(job, workshop.directory / f"{name}.log")
-    assert seconds < SECONDS_TO_END
-    assert re.search(r"LogitsWriteError: The window of samples \d+ to \d+", result.log)
-    assert f"No such file or directory: '{cache}'" in result.log
-    assert not cache.exists()
-    # What was confirmed is in the directory that was there.
-    kept = read_cache(tmp_path / "elsewhere")
-    confirmed = latest_iteration(save) * DUMP_GLOBAL_BATCH
-    assert {("dp0", f"{start}-{start + 4}.pt.zst") for start in range(0, confirmed, 4)} <= set(kept)
+def parent_of(process: int) -> int:
+    status = Path(f"/proc/{process}/stat").read_text()
+    return int(status.rpartition(")")[2].split()[1])
