@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failures of single operations inside a job: of a window's files, its encoding, a student's reads.
+
+An operation that fails goes on failing, for the test decides in the job's environment.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.file_faults import recorded_operations
+from tests.functional_tests.cases import (
+    DUMP_GLOBAL_BATCH,
+    DUMP_ITERATIONS,
+    DUMPS,
+    FLUSH_INTERVAL,
+    Student,
+    Workshop,
+)
+from tests.functional_tests.failing_jobs import DisturbedDump, FailingJobs
+from tests.functional_tests.faults import Faults
+
+pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
+
+WINDOW = "dp0__16-32.tar"
+PUBLICATION = [
+    "listdir cache",
+    f"open {WINDOW}.tmp",
+    f"write {WINDOW}.tmp",
+    f"fsync {WINDOW}.tmp",
+    f"close {WINDOW}.tmp",
+    f"replace {WINDOW}.tmp",
+    "open cache",
+    "fsync cache",
+    "close cache",
+]
+"""What the checkpoint worker does, in this order, to make a window appear."""
+
+
+@pytest.fixture
+def dump(workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path) -> DisturbedDump:
+    return DisturbedDump(
+        workshop,
+        failing_jobs,
+        f"dump-{tmp_path.name}",
+        case=DUMPS["tp1"],
+        cache=tmp_path / "cache",
+        save=tmp_path / "save",
+        undisturbed=workshop.dump("tp1").cache,
+    )
+
+
+# ---- writing -----------------------------------------------------------------------------------
+
+
+def test_every_operation_on_the_files_of_a_window(
+    workshop: Workshop, dump: DisturbedDump, tmp_path: Path
+) -> None:
+    """One job per operation: each resumes what the one before could not write."""
+    workshop.jobs.run("dump-first-window", [*dump.arguments, "--exit-interval", "4"])
+    operations: list[str] = []
+    while operations[-1:] != PUBLICATION[-1:]:
+        number = len(operations)
+        record = tmp_path / f"record-{number}"
+        faults = Faults(path=str(dump.cache), record=str(record), first_failing=number)
+        job = dump.fail("Permission denied", **faults.options())
+        assert dump.confirmed() == FLUSH_INTERVAL
+        assert "Trying again" not in job.log
+        operations = recorded_operations(record)[: number + 1]
+        assert len(operations) == number + 1
+    # The content may take several writes.
+    assert list(dict.fromkeys(operations)) == PUBLICATION
+    dump.resume()
+
+
+def test_operations_that_fail_once_are_tried_again(dump: DisturbedDump) -> None:
+    faults = Faults(path=str(dump.cache), error="EIO", each_once=True, patience=10.0)
+    job = dump.resume(**faults.options())
+    retried = re.findall(r"Cannot write (\S+\.tar): \[Errno 5\].*?Trying again in", job.log)
+    # Of each window: open, write and with it close, fsync, replace. Of the directory, which is one
+    # file: list, open, fsync and with it close.
+    assert len(retried) == 2 * 4 + 3
+    assert set(retried) == {f"{dump.cache}/{name}" for name in ("dp0__0-16.tar", WINDOW)}
+
+
+def test_iteration_that_cannot_be_encoded(
+    workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path
+) -> None:
+    """The rank knows at the next checkpoint, where the other waits for it."""
+    dump = DisturbedDump(
+        workshop,
+        failing_jobs,
+        "dump-cannot-encode",
+        case=DUMPS["dp2"],
+        cache=tmp_path / "cache",
+        save=tmp_path / "save",
+        undisturbed=workshop.dump("dp2").cache,
+    )
+    unencodable = FLUSH_INTERVAL + 1
+    job = failing_jobs.run(
+        "dump-cannot-encode-0",
+        dump.arguments,
+        ranks=2,
+        **Faults(rank=1, unencodable=unencodable).options(),
+    )
+    start = unencodable * DUMP_GLOBAL_BATCH
+    for part in (
+        f"LogitsWriteError: Samples {start} to {start + DUMP_GLOBAL_BATCH - 1} of the logits dump",
+        "could not be encoded: ValueError: an index does not fit",
+        "is not confirmed: start the job again",
+    ):
+        assert part in job.of_rank(1)
+    assert "LogitsWriteError" not in job.of_rank(0)
+    assert job.first_failed_rank == 1
+    assert len(job.iterations()) == DUMP_ITERATIONS
+    assert dump.confirmed() <= FLUSH_INTERVAL
+    dump.check_kept()
+    dump.resume()
+
+
+# ---- reading -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "operation"),
+    [
+        (0, 1, "listdir cache"),  # the first is at the start, on all ranks
+        (1, 0, "open dp1__0-16.tar"),
+        (1, 3, "read dp1__0-16.tar"),  # its first header
+        (1, 35, "read dp1__0-16.tar"),  # its first member, behind the headers of the next shard
+    ],
+)
+def test_read_that_fails_on_one_rank_stops_all(
+    workshop: Workshop,
+    failing_jobs: FailingJobs,
+    tmp_path: Path,
+    rank: int,
+    number: int,
+    operation: str,
+) -> None:
+    """All other numbers are in the unit tests of the reader."""
+    cache, record = workshop.dump("dp2").cache, tmp_path / "record"
+    arguments = workshop.student_arguments(Student(dump="dp2", ranks=2), cache)
+    faults = Faults(
+        path=str(cache), rank=rank, in_worker=False, record=str(record), first_failing=number
+    )
+    job = failing_jobs.run(
+        f"student-fails-to-{operation.replace(' ', '-')}-{number}",
+        [*arguments, "--logits-load-decode-threads", "1"],
+        ranks=2,
+        says="TeacherDataError",
+        **faults.options(),
+    )
+    assert recorded_operations(record)[number] == operation
+    assert not job.iterations()
+    for each in range(2):
+        said = job.of_rank(each)
+        assert "TeacherDataError: " in said
+        assert "Permission denied" in said
+        assert str(cache) in said
+    if rank == 1:
+        assert "Another rank of this pipeline stage" in job.of_rank(0)
+        assert "starts at sample 0" in job.of_rank(0)
