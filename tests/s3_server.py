@@ -7,6 +7,7 @@ can look at what was stored without a client. A bucket is a folder.
 
 import contextlib
 import http.client
+import http.server
 import json
 import os
 import secrets
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +133,33 @@ class S3Server:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+    @contextlib.contextmanager
+    def refusing(self, status: int) -> Iterator[None]:
+        """Answer every request with this HTTP status, and as before at the end."""
+
+        class Refusal(http.server.BaseHTTPRequestHandler):
+            def _refuse(self) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", "0")
+                self.send_header("Connection", "close")
+                self.end_headers()
+
+            do_DELETE = do_GET = do_HEAD = do_POST = do_PUT = _refuse
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.stop()
+        with http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Refusal) as refusal:
+            thread = threading.Thread(target=refusal.serve_forever)
+            thread.start()
+            try:
+                yield
+            finally:
+                refusal.shutdown()
+                thread.join()
+        self.start()
 
     def _answers(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=1.0)
