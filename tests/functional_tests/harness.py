@@ -5,7 +5,6 @@ Jobs run one after another, each with a time limit, its output in a file. A job 
 expected raises AssertionError with the rank that failed first and the end of its output.
 """
 
-import contextlib
 import itertools
 import os
 import re
@@ -57,14 +56,12 @@ class JobResult:
 
     Attributes:
         name: Name of the job, for messages.
-        session: Session of all its processes, which is the process id of torchrun.
         returncode: Exit status of torchrun.
         log: Everything the ranks printed; each line starts with ``[defaultRANK]:``.
         seconds: Wall-clock time.
     """
 
     name: str
-    session: int
     returncode: int
     log: str = field(repr=False)
     seconds: float
@@ -101,15 +98,6 @@ class JobResult:
         """Return the rank that torchrun holds responsible."""
         match = _ROOT_CAUSE.search(self.log)
         return int(match.group(1)) if match else None
-
-    def left_behind(self) -> list[int]:
-        """Return the processes of the job that are still there."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(ProcessLookupError):
-                if os.getsid(int(entry.name)) == self.session:
-                    found.append(int(entry.name))
-        return found
 
     def tail(self) -> str:
         """Return the end of the output of the rank that failed first, or of all ranks."""
@@ -184,10 +172,7 @@ class JobRunner:
         log = output.read_text(errors="replace")
         if returncode is None:
             raise AssertionError(f"{name} still ran after {timeout:.0f} s. {output}:\n{tail}")
-        assert launcher.pid is not None
-        result = JobResult(
-            name=name, session=launcher.pid, returncode=returncode, log=log, seconds=seconds
-        )
+        result = JobResult(name=name, returncode=returncode, log=log, seconds=seconds)
         self.finished.append(result)
         if (returncode == 0) != succeeds:
             expected = "succeed" if succeeds else "fail"

@@ -115,7 +115,12 @@ def _torchrun(arguments: list[str]) -> None:
 
 
 def _torchrun_forking(arguments: list[str]) -> None:
-    run.run_script_path = lambda *command: _be_rank(list(command))
+    def be_rank(*command: str) -> None:
+        # As torchrun starts the ranks that it does not fork.
+        os.setsid()
+        _be_rank(list(command))
+
+    run.run_script_path = be_rank
     run.main(["--run-path", "--start-method", "fork", *arguments])
 
 
@@ -124,6 +129,8 @@ def _be_rank(command: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     atexit._clear()
+    # A rank that wants a fork server, for its checkpoint worker, starts one of its own.
+    forkserver.set_forkserver_preload(["__main__"])
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
     try:
