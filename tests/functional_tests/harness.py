@@ -43,6 +43,7 @@ RUN = shlex.split("--distributed-backend gloo --log-interval 1 --num-workers 0 -
 NO_EVALUATION = shlex.split("--eval-iters 0 --eval-interval 1000")
 
 _RANK_LINE = re.compile(r"^\[default(\d+)\]:(.*)$", re.MULTILINE)
+_AMID_A_LINE = re.compile(r"(?<!\n)(?=\[default\d+\]:)")
 _ITERATION_LINE = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
 _ENTRY = re.compile(r"([A-Za-z][\w\- ]*?): +([-+\d.naif]+(?:E[-+]\d+)?)\s*\|", re.IGNORECASE)
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: +(\d+)", re.DOTALL)
@@ -169,7 +170,8 @@ class JobRunner:
             if returncode is None:
                 _end(launcher)
         seconds = time.monotonic() - began
-        log = output.read_text(errors="replace")
+        # torchrun may put a rank's line behind the first half of another's.
+        log = _AMID_A_LINE.sub("\n", output.read_text(errors="replace"))
         if returncode is None:
             raise AssertionError(f"{name} still ran after {timeout:.0f} s. {output}:\n{tail}")
         result = JobResult(name=name, returncode=returncode, log=log, seconds=seconds)
