@@ -16,7 +16,8 @@ Map of the package, from the ground up:
 * ``arguments``: the command-line flags, and frozen views of the global arguments;
   ``argument_checks`` refuses what cannot work, with ``packed_sequence_checks`` for ``--sft``.
 * ``teacher_topk``, ``sparse_kl``: the tensor work of teacher and student; ``vocab_shard`` and
-  ``teacher_entries`` are their inputs, ``row_passes`` reads the logits and writes the gradient.
+  ``teacher_entries`` are their inputs, ``row_passes`` reads the logits and writes the gradient,
+  on CUDA by the Triton kernels of ``row_kernels``.
 * ``shard_writer``: what goes to storage; ``publication`` plans its file operations and
   ``continuation`` keeps two dumps out of one directory.
 * ``shard_reader``: what comes back, as the values in ``targets``; ``shard_directory`` finds a

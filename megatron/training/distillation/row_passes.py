@@ -5,10 +5,16 @@ Rows are tokens, columns are the ids of this rank's vocabulary shard that do not
 pass works chunk by chunk in scratch memory that stays in cache, and makes nothing of the size of
 the logits but the gradient.
 
+On CUDA the passes are the Triton kernels of ``row_kernels``, on other devices and without Triton
+those of torch alone, which the kernels are checked against.
+
 Needs torch alone. What these passes are for is in ``sparse_kl``.
 """
 
+import importlib.util
+import os
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -20,6 +26,10 @@ _DEVICE_CHUNK_BYTES = 1 << 25
 # While the log of a sum of exponentials is in this range, exp() needs no shift: nothing overflows,
 # and what underflows is too small to count.
 _UNSHIFTED = (-10.0, 60.0)
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_KERNEL_SWITCH = "LOGITS_KD_TRITON"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +54,17 @@ def read_rows(x: Tensor, slots: Tensor, elsewhere: Tensor, dtype: torch.dtype) -
         x: ``(T, real)``, any float dtype.
         slots: ``(T, K)`` int64 columns, distinct within a row; ``real`` is no column.
         elsewhere: ``(T, K)`` bool, where a slot is no column.
-        dtype: that of the arithmetic and of the result.
+        dtype: that of the arithmetic and of the result; float64 for float64, else fp32.
     """
+    kernels = kernels_for(x)
+    if kernels is None or x.shape[1] == 0:
+        return read_rows_torch(x, slots, elsewhere, dtype)
+    reference, outside, picked = kernels.read_rows(x, slots)
+    return RowReadings(reference=reference, outside=outside, picked=picked)
+
+
+def read_rows_torch(x: Tensor, slots: Tensor, elsewhere: Tensor, dtype: torch.dtype) -> RowReadings:
+    """:func:`read_rows` with torch alone, chunk by chunk."""
     picked = torch.zeros(slots.shape, dtype=dtype, device=x.device)
     outside = torch.zeros(x.shape[0], dtype=dtype, device=x.device)
     if x.shape[1] == 0:
@@ -84,6 +103,8 @@ def write_gradient(
 ) -> None:
     """Write ``scale * exp(x - reference)`` where no slot is, and what is given where one is.
 
+    A `scale` of exactly 0 writes exactly 0, whatever the logits are.
+
     Args:
         x: ``(T, real)`` the logits.
         out: ``(T, real)``, of the dtype of `x`; gets the gradient.
@@ -94,6 +115,34 @@ def write_gradient(
         label_slots: ``(T,)`` int64 column of the label, ``real`` where it is no column; or None.
         at_label: ``(T,)`` what is added there, whether or not a slot is there; or None.
     """
+    kernels = kernels_for(x)
+    write = write_gradient_torch if kernels is None else kernels.write_gradient
+    write(
+        x,
+        out,
+        reference=reference,
+        scale=scale,
+        slots=slots,
+        at_slots=at_slots,
+        label_slots=label_slots,
+        at_label=at_label,
+    )
+
+
+def write_gradient_torch(
+    x: Tensor,
+    out: Tensor,
+    *,
+    reference: Tensor,
+    scale: Tensor,
+    slots: Tensor,
+    at_slots: Tensor,
+    label_slots: Tensor | None,
+    at_label: Tensor | None,
+) -> None:
+    """:func:`write_gradient` with torch alone, chunk by chunk."""
+    unused = scale == 0
+    some_unused = not may_look(x) or bool(unused.any())
     shifted = not may_look(x) or bool(_shift_needed(reference).any())
     if not shifted:
         scale = scale * (-reference).exp()
@@ -106,10 +155,22 @@ def write_gradient(
         if shifted:
             work.sub_(reference[rows, None])
         work.exp_().mul_(scale[rows, None])
+        if some_unused:
+            work.masked_fill_(unused[rows, None], 0)  # 0 * inf is not a number
         chunk.scatter_(1, slots[rows], at_slots[rows])
         if label_slots is not None and at_label is not None:
             chunk.scatter_add_(1, label_slots[rows, None], at_label[rows, None])
         target.copy_(work)
+
+
+def kernels_for(x: Tensor) -> ModuleType | None:
+    """``row_kernels`` where it can run on `x`; None means that torch does the passes."""
+    fits = x.device.type == "cuda" and x.dtype in _KERNEL_DTYPES and x.stride(-1) == 1
+    if not fits or not _HAS_TRITON or os.environ.get(_KERNEL_SWITCH) == "0":
+        return None
+    from megatron.training.distillation import row_kernels  # needs Triton, which is optional
+
+    return row_kernels
 
 
 def may_look(x: Tensor) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.training.distillation.row_passes import may_look, read_rows, write_gradient
+from megatron.training.distillation.row_passes import read_rows, write_gradient
 from megatron.training.distillation.teacher_entries import (
     TeacherEntries,
     check_entries,
@@ -357,14 +357,15 @@ class _Losses(torch.autograd.Function):
             lm_upstream = lm_upstream.reshape(-1).to(ref.dtype)
             unused &= lm_upstream == 0
             lm_scale = (-log_all).exp_().mul_(lm_upstream)
-            scale = scale + lm_scale
-            at_slots += kept * lm_scale[:, None]
+            scale = (scale + lm_scale).masked_fill_(unused, 0)
+            at_slots.add_(kept * lm_scale[:, None]).masked_fill_(unused[:, None], 0)
             columns = labels - shard.start
             label_slots = columns.masked_fill((columns < 0) | (columns >= shard.real), shard.real)
             at_label = -lm_upstream
             _write_padding_gradient(
                 x[:, shard.real :], padding, ref + log_all, columns - shard.real, lm_upstream
             )
+            padding.masked_fill_(unused[:, None], 0)
         write_gradient(
             x[:, : shard.real],
             grad[:, : shard.real],
@@ -375,8 +376,6 @@ class _Losses(torch.autograd.Function):
             label_slots=label_slots,
             at_label=at_label,
         )
-        if not may_look(x) or bool(unused.any()):
-            grad.masked_fill_(unused[:, None], 0)  # 0 * inf is not a number
         return grad.view(logits.shape), None, None, None, None, None
 
 
