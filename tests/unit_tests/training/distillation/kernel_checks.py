@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the Triton kernels, for a process whose Triton interprets; each raises if it fails.
+"""Checks of the Triton kernels; each raises AssertionError if it fails.
 
-Triton decides when it is imported, for the whole process, whether it compiles or interprets.
+For a process whose Triton interprets, or for a GPU (``benchmarks/gpu_check.py``).  Triton decides
+when it is imported, for the whole process, whether it compiles or interprets.
 """
 
 import functools
@@ -59,17 +60,31 @@ def dense_gradient(x: Tensor, reference: Tensor, given: dict[str, Any]) -> Tenso
     return grad[:, :-1]
 
 
-def check_passes(dtype: torch.dtype, k: int, real: int, width: int, offset: float) -> None:
+def on(device: str, given: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if value is None else value.to(device) for name, value in given.items()}
+
+
+def check_passes(
+    dtype: torch.dtype,
+    k: int,
+    real: int,
+    width: int,
+    offset: float,
+    *,
+    tokens: int = 5,
+    tile: int | None = TILE,
+    device: str = "cpu",
+) -> None:
     """Both passes against dense float64 and against torch, on more rows than programs."""
     torch.manual_seed(real + k)
-    tokens = 5
-    logits = (3 * torch.randn(tokens, width) + offset).to(dtype)
+    logits = (3 * torch.randn(tokens, width) + offset).to(device, dtype)
     before = logits.clone()
-    x, slots = logits[:, :real], slots_of(tokens, real, k)
+    x, slots = logits[:, :real], slots_of(tokens, real, k).to(device)
     elsewhere = slots == real
-    reference, outside, picked = row_kernels.read_rows(x, slots, tile=TILE)
+    reference, outside, picked = row_kernels.read_rows(x, slots, tile=tile)
     assert torch.equal(reference, x.amax(-1).float())
-    marked = torch.zeros(tokens, real + 1, dtype=torch.bool).scatter_(1, slots, True)[:, :-1]
+    marked = torch.zeros(tokens, real + 1, dtype=torch.bool, device=device)
+    marked = marked.scatter_(1, slots, True)[:, :-1]
     terms = (x.double() - reference.double()[:, None]).exp().masked_fill(marked, 0)
     torch.testing.assert_close(outside.double(), terms.sum(-1), rtol=1e-6, atol=0)
     assert torch.equal(
@@ -84,9 +99,9 @@ def check_passes(dtype: torch.dtype, k: int, real: int, width: int, offset: floa
     )
 
     for with_label in (True, False):
-        given = gradient_inputs(tokens, real, slots, with_label)
-        grad = torch.full((tokens, width), 7.0, dtype=dtype)
-        row_kernels.write_gradient(x, grad[:, :real], reference=reference, **given, tile=TILE)
+        given = on(device, gradient_inputs(tokens, real, slots.cpu(), with_label))
+        grad = torch.full((tokens, width), 7.0, dtype=dtype, device=device)
+        row_kernels.write_gradient(x, grad[:, :real], reference=reference, **given, tile=tile)
         assert bool((grad[:, real:] == 7).all()), "a column that pads was written"
         wanted = dense_gradient(x, reference, given)
         smallest = torch.finfo(dtype).smallest_normal if dtype == torch.float16 else 0
@@ -119,12 +134,12 @@ def wild_rows(real: int) -> Tensor:
     return x
 
 
-def check_wild_rows(real: int) -> None:
+def check_wild_rows(real: int, *, tile: int | None = TILE, device: str = "cpu") -> None:
     """Rows that are not finite, or far from the first guess, as torch alone treats them."""
     torch.manual_seed(3)
-    x = wild_rows(real)
-    slots = torch.tensor([0, 2, real]).expand(len(x), 3).contiguous()
-    reference, outside, picked = row_kernels.read_rows(x, slots, tile=TILE)
+    x = wild_rows(real).to(device)
+    slots = torch.tensor([0, 2, real], device=device).expand(len(x), 3).contiguous()
+    reference, outside, picked = row_kernels.read_rows(x, slots, tile=tile)
     with mock.patch.object(row_passes, "may_look", return_value=False):  # as on an accelerator
         wanted = row_passes.read_rows_torch(x, slots, slots == real, FP32)
     close = functools.partial(torch.testing.assert_close, rtol=2e-6, atol=1e-30, equal_nan=True)
@@ -132,10 +147,10 @@ def check_wild_rows(real: int) -> None:
     close(outside, wanted.outside)
     assert torch.isnan(outside[1:5]).tolist() == [True] * 4
     close(picked[:, :2], wanted.picked[:, :2])
-    given = gradient_inputs(len(x), real, slots, with_label=True)
+    given = on(device, gradient_inputs(len(x), real, slots.cpu(), with_label=True))
     given["scale"][1::3] = 0
     grad, by_torch = torch.empty_like(x), torch.empty_like(x)
-    row_kernels.write_gradient(x, grad, reference=reference, **given, tile=TILE)
+    row_kernels.write_gradient(x, grad, reference=reference, **given, tile=tile)
     row_passes.write_gradient_torch(x, by_torch, reference=reference, **given)
     close(grad, by_torch, atol=1e-7)
     assert not grad[1::3].isnan().any()
