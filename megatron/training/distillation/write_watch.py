@@ -185,7 +185,7 @@ class WriteWatch:
         self._worker_pid: int | None = None
         self._worker_fd: int | None = None
         self._lock = threading.Lock()
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def hand_over(self, window: str, size: int = 0) -> None:
         """Expect a report about one more window of *size* bytes; *window* describes it in words."""
@@ -224,6 +224,17 @@ class WriteWatch:
             self._oldest_waiting()
             written, self._written = self._written, []
             return written
+
+    def _close_at_exit(self) -> None:
+        """Stop watching, unless a window waits.
+
+        A trainer that is asked to end leaves its loop and then waits for its worker, which may have
+        died of the window.
+        """
+        with self._lock:
+            waits = self._oldest_waiting() is not None
+        if not waits:
+            self.close()
 
     def close(self) -> None:
         """Stop watching."""

@@ -326,10 +326,14 @@ def test_worker_ends_the_process_group_of_its_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_blocked_main_thread_does_not_keep_the_process(tmp_path: Path) -> None:
-    """The real end, in an interpreter of its own whose main thread waits for ever."""
+@pytest.mark.parametrize("end", ["threading.Event().wait()", "sys.exit(0)"])
+def test_blocked_main_thread_does_not_keep_the_process(tmp_path: Path, end: str) -> None:
+    """The real end, in an interpreter of its own whose main thread waits for ever.
+
+    One that exits waits for the processes it has started.
+    """
     program = """
-        import multiprocessing, threading
+        import multiprocessing, sys, threading
         from megatron.training.distillation.write_watch import WriteWatch, write_and_report
 
         other = multiprocessing.Process(target=threading.Event().wait)
@@ -342,11 +346,10 @@ def test_blocked_main_thread_does_not_keep_the_process(tmp_path: Path) -> None:
             target=write_and_report, args=arguments
         )
         process.start()
-        threading.Event().wait()
     """
     report = tmp_path / "error.json"
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
+        [sys.executable, "-c", textwrap.dedent(program) + end],
         cwd=Path(__file__).resolve().parents[4],
         env=os.environ | {"TORCHELASTIC_ERROR_FILE": str(report)},
         capture_output=True,
