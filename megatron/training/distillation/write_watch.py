@@ -35,6 +35,7 @@ from megatron.training.distillation.shard_writer import write_batched_tar
 
 POLL_SECONDS = 0.5
 _RECORD_BYTES = 16
+_SECONDS_TO_FOLLOW = 10.0
 _TRAINER_WATCH = "logits-trainer-watch"
 
 
@@ -134,6 +135,9 @@ def write_and_report(
         write_batched_tar(path, meta_bytes, members, msc_enabled)
     except Exception as error:
         reports.fail(f"{type(error).__name__}: {error}")
+        # The trainer ends of it, or is ended with the job before it has ended what it started.
+        # Then that is left to the thread that waits for it.
+        _wait_for_end(reports.trainer, _SECONDS_TO_FOLLOW)
         raise
     reports.finish(time.monotonic() - began)
 
@@ -345,11 +349,18 @@ def _end_with(trainer: int) -> None:
     ).start()
 
 
-def _wait_and_end(trainer: int) -> None:
+def _wait_for_end(process: int, seconds: float | None = None) -> None:
+    """Return when *process* has ended, or after *seconds*."""
     with contextlib.suppress(ProcessLookupError):  # it has ended already
+        descriptor = os.pidfd_open(process)
         ended = select.poll()
-        ended.register(os.pidfd_open(trainer), select.POLLIN)
-        ended.poll()
+        ended.register(descriptor, select.POLLIN)
+        ended.poll(None if seconds is None else 1000 * seconds)
+        os.close(descriptor)
+
+
+def _wait_and_end(trainer: int) -> None:
+    _wait_for_end(trainer)
     print(
         f"The trainer process {trainer} has ended, so its checkpoint worker ends.",
         file=sys.stderr,
