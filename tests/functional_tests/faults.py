@@ -87,9 +87,9 @@ def _shorten_retries(patience: float) -> None:
 
 
 def _fail_to_encode(iteration: int) -> None:
-    from megatron.training.distillation import shard_writer
+    from megatron.training.distillation import iteration_buffer
 
-    original = shard_writer.encode_logprobs_payload
+    original = iteration_buffer.encode_logprobs_payload
     calls: list[None] = []
 
     def faulty(*args: Any) -> bytes:
@@ -98,4 +98,4 @@ def _fail_to_encode(iteration: int) -> None:
             raise ValueError("an index does not fit")
         return original(*args)
 
-    shard_writer.encode_logprobs_payload = faulty
+    iteration_buffer.encode_logprobs_payload = faulty

@@ -12,7 +12,6 @@ import pytest
 from tests.file_faults import recorded_operations
 from tests.functional_tests.cases import (
     DUMP_GLOBAL_BATCH,
-    DUMP_ITERATIONS,
     DUMPS,
     FLUSH_INTERVAL,
     Student,
@@ -87,7 +86,7 @@ def test_operations_that_fail_once_are_tried_again(dump: DisturbedDump) -> None:
 def test_iteration_that_cannot_be_encoded(
     workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path
 ) -> None:
-    """The rank knows at the next checkpoint, where the other waits for it."""
+    """The job ends as soon as it is known; the other rank may be anywhere."""
     dump = DisturbedDump(
         workshop,
         failing_jobs,
@@ -107,13 +106,13 @@ def test_iteration_that_cannot_be_encoded(
     start = unencodable * DUMP_GLOBAL_BATCH
     for part in (
         f"LogitsWriteError: Samples {start} to {start + DUMP_GLOBAL_BATCH - 1} of the logits dump",
-        "could not be encoded: ValueError: an index does not fit",
-        "is not confirmed: start the job again",
+        "could not be kept for their checkpoint: ValueError: an index does not fit",
+        "Nothing of this window is confirmed: start the job again",
     ):
         assert part in job.of_rank(1)
     assert "LogitsWriteError" not in job.of_rank(0)
     assert job.first_failed_rank == 1
-    assert len(job.iterations()) == DUMP_ITERATIONS
+    assert len(job.iterations()) >= FLUSH_INTERVAL
     assert dump.confirmed() <= FLUSH_INTERVAL
     dump.check_kept()
     dump.resume()

@@ -18,6 +18,9 @@ Map of the package, from the ground up:
 * ``teacher_topk``, ``sparse_kl``: the tensor work of teacher and student; ``vocab_shard`` and
   ``teacher_entries`` are their inputs, ``row_passes`` reads the logits and writes the gradient,
   on CUDA by the Triton kernels of ``row_kernels``.
+* ``iteration_buffer``: compresses what has been recorded and appends it to a window's ``spool``;
+  ``host_copy`` brings it from the device, and ``member_content`` is what a shard is written from,
+  in a spool or in memory.
 * ``shard_writer``: what goes to storage; ``publication`` plans its file operations and
   ``continuation`` keeps two dumps out of one directory.
 * ``shard_reader``: what comes back, as the values in ``targets``; ``shard_directory`` finds a

@@ -76,6 +76,12 @@ def _save_problems(args: argparse.Namespace) -> list[str]:
             f"--logits-save-max-waiting-bytes is {args.logits_save_max_waiting_bytes}: give a "
             "number of bytes of at least 1, such as 8589934592 for 8 GiB."
         )
+    spool_dir = args.logits_save_spool_dir
+    if spool_dir is not None and storage.is_remote(spool_dir):
+        problems.append(
+            f"--logits-save-spool-dir is {spool_dir}: give a directory on a disk of the node, or "
+            "leave the flag out to spool in memory."
+        )
     return problems
 
 

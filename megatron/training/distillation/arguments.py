@@ -99,6 +99,17 @@ FLAGS = (
         },
     ),
     Flag(
+        name="--logits-save-spool-dir",
+        options={
+            "type": str,
+            "default": None,
+            "metavar": "DIR",
+            "help": "Teacher: keep compressed logits that wait for their checkpoint, or for its "
+            "worker, in files without names on DIR, a directory on a disk of each node, instead of "
+            "in memory. Default: memory.",
+        },
+    ),
+    Flag(
         name="--logits-load-dir",
         options={
             "type": str,
@@ -213,6 +224,7 @@ class RunSettings:
         identifiers: The run identity of the shard metadata, in the order that is hashed.
         manifest: What else decides the numbers in a cache.
         max_waiting_bytes: Bytes of a dump that one rank may have handed over and not yet written.
+        spool_dir: Directory on this node for what a dump has not yet written; None for memory.
     """
 
     micro_batch_size: int
@@ -223,6 +235,7 @@ class RunSettings:
     identifiers: dict[str, Any]
     manifest: RunManifest | None = None
     max_waiting_bytes: int = DEFAULT_MAX_WAITING_BYTES
+    spool_dir: str | None = None
 
     @classmethod
     def from_global_args(cls) -> "RunSettings":
@@ -236,10 +249,11 @@ class RunSettings:
             mtp_num_layers=args.mtp_num_layers or 0,
             identifiers=run_identifiers(args),
             manifest=run_manifest(args, _tokenizer(args)),
-            # Arguments of megatron-core's own parser, as tools make them, do not have it.
+            # A script that adds no flags of its own has only those of Megatron's parser.
             max_waiting_bytes=getattr(
                 args, "logits_save_max_waiting_bytes", DEFAULT_MAX_WAITING_BYTES
             ),
+            spool_dir=getattr(args, "logits_save_spool_dir", None),
         )
 
     def expected_run(self, *, enforced: bool, reports: bool) -> ExpectedRun:
@@ -300,6 +314,14 @@ def curves_are_due(iteration: int) -> bool:
     if get_tensorboard_writer() is None and get_wandb_writer() is None:
         return False
     return bool(iteration % get_args().tensorboard_log_interval == 0)
+
+
+def curves_are_written(iteration: int) -> bool:
+    """Return whether some rank writes the trainer's curves at *iteration*; all ranks agree."""
+    args = get_args()
+    if not getattr(args, "tensorboard_dir", None) and not getattr(args, "wandb_project", None):
+        return False
+    return bool(iteration % args.tensorboard_log_interval == 0)
 
 
 def line_is_due(iteration: int) -> bool:

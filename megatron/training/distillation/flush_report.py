@@ -25,6 +25,7 @@ class Flush:
         samples: Samples that this rank hands over.
         size: Their compressed bytes.
         waiting: Bytes that were handed over before and are not yet written.
+        held: The most bytes of memory that this rank has held for the dump since the flush before.
         waited: Seconds that this rank has waited until these could be handed over.
         kept_mass: The teacher's probability inside the kept entries, summed over *tokens*.
         tokens: Tokens whose entries this rank has selected.
@@ -36,6 +37,7 @@ class Flush:
     samples: int
     size: int
     waiting: int
+    held: int
     waited: float
     kept_mass: float
     tokens: int
@@ -47,7 +49,7 @@ def report_flush(flush: Flush, layout: parallel.ParallelLayout, seq_length: int)
 
     Collective over TP x CP x DP of the stage, twice: every rank must call.
     """
-    own = [
+    sums = [
         flush.samples,
         flush.size,
         flush.size + flush.waiting,
@@ -55,16 +57,17 @@ def report_flush(flush: Flush, layout: parallel.ParallelLayout, seq_length: int)
         flush.tokens,
         sum(window.size for window in flush.written),
     ]
-    totals = parallel.sum_over_stage([float(number) for number in own], layout)
+    totals = parallel.sum_over_stage([float(number) for number in sums], layout)
     samples, size, waiting, kept_mass, tokens, written = totals
-    slowest = [flush.waited, sum(window.seconds for window in flush.written)]
-    waited, seconds = parallel.max_over_stage(slowest, layout)
+    maxima = [flush.waited, sum(window.seconds for window in flush.written), flush.held]
+    waited, seconds, held = parallel.max_over_stage([float(number) for number in maxima], layout)
     if samples == 0:
         return
     iteration = arguments.current_position().iteration + 1
     scalars = {
         "logits-flush-bytes": size,
         "logits-waiting-bytes": waiting,
+        "logits-held-bytes": held,
         "logits-flush-wait": waited,
     }
     if tokens:
@@ -78,8 +81,8 @@ def report_flush(flush: Flush, layout: parallel.ParallelLayout, seq_length: int)
     if layout.speaks_for_stage:
         logger.info(
             " logits of samples %d to %d handed over at iteration %8d | samples: %d | %.3f MB | "
-            "bytes per token: %.2f | kept mass: %.6G | waiting: %.3f MB | waited: %.3f s | "
-            "%s",
+            "bytes per token: %.2f | kept mass: %.6G | waiting: %.3f MB | held: %.3f MB | "
+            "waited: %.3f s | %s",
             flush.start,
             flush.end - 1,
             iteration,
@@ -88,6 +91,7 @@ def report_flush(flush: Flush, layout: parallel.ParallelLayout, seq_length: int)
             size / (samples * seq_length),
             scalars.get("logits-kept-mass", float("nan")),
             waiting / 1e6,
+            held / 1e6,
             waited,
             before,
         )

@@ -17,20 +17,19 @@ from functools import partial
 import torch
 
 from megatron.core.msc_utils import MultiStorageClientFeature
-from megatron.training.distillation import arguments, parallel, storage
+from megatron.training.distillation import arguments, parallel, spool, storage
 from megatron.training.distillation.backlog import wait_for_room
 from megatron.training.distillation.continuation import check_continues
 from megatron.training.distillation.errors import CacheIdentityError
 from megatron.training.distillation.fingerprint import LabelFingerprinter
 from megatron.training.distillation.flush_report import Flush, report_flush
+from megatron.training.distillation.iteration_buffer import BufferedIteration, IterationBuffer
+from megatron.training.distillation.member_content import Content
 from megatron.training.distillation.metrics import WindowMasses
 from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
 from megatron.training.distillation.packed_layout import is_packed, unpack_samples
-from megatron.training.distillation.shard_writer import BufferedIteration, IterationBuffer
 from megatron.training.distillation.teacher_topk import TeacherTopK, apply_top_p, teacher_topk
 from megatron.training.distillation.utils import (
-    INDEX_SENTINEL,
-    LOGPROB_SENTINEL,
     SaverSettings,
     ShardMeta,
     ShardName,
@@ -111,7 +110,6 @@ class LogitsSaverHooks:
 
         self._tap: OutputLayerTap | None = None
         self._loss_override: LossOverride | None = None
-        self._buffer = IterationBuffer()
         self._position: arguments.TrainingPosition | None = None
         self._microbatches: list[TeacherTopK | None] = []
         self._fingerprints: list[torch.Tensor | None] = []
@@ -125,11 +123,12 @@ class LogitsSaverHooks:
 
         self._open_directory(meta)
         self._watch = WriteWatch()
+        self._buffer = IterationBuffer(self._settings.spool_dir, self._watch.end_job)
         global _active_saver
         _active_saver = self
 
     def _open_directory(self, meta: ShardMeta) -> None:
-        """Make the directory and refuse one that holds another dump.
+        """Make the directory and refuse one that holds another dump; try that of the spools.
 
         Collective over the pipeline stage: those that write make it, for it may lie on a disk of
         their node; one rank looks, all raise.
@@ -137,6 +136,8 @@ class LogitsSaverHooks:
         code, detail = 0, ""
         if self._layout.tp_rank == self._layout.cp_rank == 0:
             try:
+                if self._settings.spool_dir is not None:
+                    _try_spools(self._settings.spool_dir)
                 storage.makedirs(self.save_dir)
                 if self._layout.speaks_for_stage:
                     check_continues(self.save_dir, meta)
@@ -275,44 +276,40 @@ class LogitsSaverHooks:
         return entries
 
     def _close_iteration(self, position: arguments.TrainingPosition) -> None:
-        """Buffer a complete iteration. Collective over CP, and with top-P over the stage."""
+        """Buffer a complete iteration, without waiting for the device.
+
+        Collective over CP. With top-P, where the trainer writes its curves, also over the stage;
+        only then the device is waited for.
+        """
         if self._layout.tp_rank == 0:
             self._buffer_iteration(position.start_sample)
             tails = [entry.tail_logprob for entry in self._microbatches if entry is not None]
             self._masses.add(position.start_sample, tails)
-        if self.p is not None:
+        # The trainer's own curves count iterations from 1.
+        if self.p is not None and arguments.curves_are_written(position.iteration + 1):
             kept = sum((float(count.sum()) for count in self._kept_counts), 0.0)
             tokens = float(sum(count.numel() for count in self._kept_counts))
             kept, tokens = parallel.sum_over_stage([kept, tokens], self._layout)
-            # The trainer's own curves count iterations from 1.
-            if arguments.curves_are_due(position.iteration + 1):
-                arguments.log_scalar("avg-logprobs-kept", kept / tokens, position.iteration + 1)
+            arguments.log_scalar("avg-logprobs-kept", kept / tokens, position.iteration + 1)
 
     def _buffer_iteration(self, start_sample: int) -> None:
         """Merge the microbatches and hand them to the buffer. Collective over CP."""
         entries = [entry for entry in self._microbatches if entry is not None]
-        # Ranks may keep different numbers of entries under top-P; a collective needs one shape.
-        width = self.k if self._layout.cp_size > 1 else max(e.logprobs.size(-1) for e in entries)
-        values = torch.cat(
-            [_widen(e.logprobs, width, LOGPROB_SENTINEL) for e in entries], dim=1
-        ).to(self._save_dtype)
-        indices = torch.cat(
-            [_widen(e.indices.to(torch.int32), width, INDEX_SENTINEL) for e in entries], dim=1
-        )
+        values = torch.cat([e.logprobs for e in entries], dim=1).to(self._save_dtype)
+        indices = torch.cat([e.indices.to(torch.int32) for e in entries], dim=1)
         tail = torch.cat([e.tail_logprob for e in entries], dim=1)
         whole = [parallel.gather_sequence(part, self._layout) for part in (values, indices, tail)]
         fingerprints = self._whole_fingerprints()
         if self._layout.cp_rank != 0:
             return
-        all_values, all_indices, all_tail = (part.cpu() for part in whole if part is not None)
-        kept_width = int((all_values != LOGPROB_SENTINEL).any(dim=(0, 1)).sum())
+        all_values, all_indices, all_tail = (part for part in whole if part is not None)
         self._buffer.add(
             start_sample,
             start_sample + self._settings.global_batch_size,
-            all_values[..., :kept_width].contiguous(),
-            all_indices[..., :kept_width].contiguous(),
+            all_values,
+            all_indices,
             all_tail,
-            None if fingerprints is None else fingerprints.cpu(),
+            fingerprints,
         )
 
     def _whole_fingerprints(self) -> torch.Tensor | None:
@@ -335,7 +332,7 @@ class LogitsSaverHooks:
         """What the checkpoint worker calls; picklable."""
         return partial(write_and_report, self._watch.reports)
 
-    def take_pending_data(self) -> tuple[str, bytes, list[tuple[str, bytes]], bool]:
+    def take_pending_data(self) -> tuple[str, bytes, list[tuple[str, Content]], bool]:
         """Hand over what has been collected since the last call, and report it.
 
         Collective over the pipeline stage (TP x CP x DP): every rank must call. A rank whose
@@ -346,11 +343,15 @@ class LogitsSaverHooks:
 
         Returns:
             The arguments of ``_write_batched_tar``: shard path, metadata member, payload members
-            ``(name, compressed bytes)`` in ascending order, and whether the worker must enable the
-            multi-storage client. The path is empty where this rank has nothing to write.
+            ``(name, place of the compressed bytes)`` in ascending order, and whether the worker
+            must enable the multi-storage client. The path is empty where this rank has nothing to
+            write. The bytes are readable until the window has been reported written.
+
+        Raises:
+            LogitsWriteError: An iteration could not be compressed or spooled.
         """
         self._close_if_complete()
-        iterations = self._buffer.take()
+        iterations, release = self._buffer.take()
         size = sum(len(iteration.payload) for iteration in iterations)
         waited = wait_for_room(self._watch, size, self._settings.max_waiting_bytes)
         self._report(iterations, size, waited)
@@ -367,11 +368,14 @@ class LogitsSaverHooks:
                     after.start - 1,
                 )
         name = ShardName(self._layout.dp_rank, iterations[0].start, iterations[-1].end)
-        members = [(iteration.member_name, iteration.payload) for iteration in iterations]
+        members: list[tuple[str, Content]] = [
+            (iteration.member_name, iteration.payload) for iteration in iterations
+        ]
         path = storage.join(self.save_dir, str(name))
         self._watch.hand_over(
             f"The window of samples {name.start} to {name.end - 1} ({path})",
             size,
+            release,
         )
         return path, self._meta_bytes, members, msc_enabled
 
@@ -385,6 +389,7 @@ class LogitsSaverHooks:
             // self._layout.dp_size,
             size=size,
             waiting=self._watch.waiting_bytes(),
+            held=self._buffer.take_held_peak(),
             waited=waited,
             kept_mass=kept_mass,
             tokens=tokens,
@@ -393,12 +398,15 @@ class LogitsSaverHooks:
         report_flush(flush, self._layout, self._settings.seq_length)
 
 
-def _widen(entries: torch.Tensor, width: int, sentinel: float) -> torch.Tensor:
-    """Pad the last dimension of *entries* to *width* with *sentinel*."""
-    missing = width - entries.size(-1)
-    if missing == 0:
-        return entries
-    return torch.nn.functional.pad(entries, (0, missing), value=sentinel)
+def _try_spools(directory: str) -> None:
+    try:
+        spool.check_directory(directory)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"--logits-save-spool-dir cannot be used: {error.strerror}. Give a directory that "
+            "exists on every node and can be written, or leave the flag out to spool in memory.",
+        ) from error
 
 
 def _own_loss(

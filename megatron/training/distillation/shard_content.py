@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.distillation.errors import CacheFormatError
+from megatron.training.distillation.member_content import Content, checksum
 
 CONTENT_KEY = "content"
 
@@ -61,7 +62,7 @@ class ShardContent:
         )
 
 
-def seal_meta(meta_bytes: bytes, name: str, members: Sequence[tuple[str, bytes]]) -> bytes:
+def seal_meta(meta_bytes: bytes, name: str, members: Sequence[tuple[str, Content]]) -> bytes:
     """Return *meta_bytes*, a JSON object, with the content of the shard *name* described.
 
     An older description is replaced; everything else stays as it is.
@@ -80,7 +81,7 @@ def seal_meta(meta_bytes: bytes, name: str, members: Sequence[tuple[str, bytes]]
         "name": name,
         "bytes": 0,
         "members": len(members),
-        "crc32": [zlib.crc32(data) for _, data in members],
+        "crc32": [checksum(data) for _, data in members],
         "meta_crc32": _checksum_of_meta(meta),
     }
     while True:  # the size has digits of its own; it only grows, and by few of them

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers the teacher's finished iterations and writes them as one shard.
+"""Writes the finished iterations of a window as one shard.
 
-The buffer lives in the training process; :func:`write_batched_tar` runs in the checkpoint worker,
-so it is a plain function of picklable arguments.
+:func:`write_batched_tar` runs in the checkpoint worker, so it is a plain function of picklable
+arguments.
 """
 
 import contextlib
 import logging
 import os
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
-
-import torch
 
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.training.distillation import storage
-from megatron.training.distillation.errors import CacheFormatError, LogitsWriteError
-from megatron.training.distillation.payload import encode_logprobs_payload
+from megatron.training.distillation.errors import CacheFormatError
+from megatron.training.distillation.member_content import Content
 from megatron.training.distillation.publication import (
     Extract,
     Publish,
@@ -28,7 +23,6 @@ from megatron.training.distillation.shard_content import seal_meta
 from megatron.training.distillation.storage_retry import retry
 from megatron.training.distillation.utils import (
     ShardName,
-    member_name,
     parse_member_name,
     read_member,
     read_meta_member,
@@ -40,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_batched_tar(
-    path: str, meta_bytes: bytes, members: list[tuple[str, bytes]], msc_enabled: bool = False
+    path: str, meta_bytes: bytes, members: list[tuple[str, Content]], msc_enabled: bool = False
 ) -> None:
     """Write one shard, durably and at once; do nothing if there are no members.
 
@@ -53,7 +47,7 @@ def write_batched_tar(
     Args:
         path: Where the shard goes; its basename is a :class:`ShardName`.
         meta_bytes: Content of ``_meta.json``, to which the shard's own content is added.
-        members: ``(name, zstd frame)`` by ascending start sample.
+        members: ``(name, zstd frame)`` by ascending start sample; the frames may lie in a spool.
         msc_enabled: Whether the training process had the multi-storage client enabled; a worker
             process does not inherit that.
 
@@ -84,7 +78,7 @@ def write_batched_tar(
 
 
 def _write_once(
-    directory: str, name: ShardName, meta_bytes: bytes, members: list[tuple[str, bytes]]
+    directory: str, name: ShardName, meta_bytes: bytes, members: list[tuple[str, Content]]
 ) -> None:
     """Take the steps that publish shard *name*, from what *directory* holds now."""
     path = storage.join(directory, str(name))
@@ -112,7 +106,7 @@ def _extract(directory: str, step: Extract) -> None:
         try:
             index = read_tar_index(stream)
             meta_bytes = read_meta_member(stream, index, source)
-            members = [
+            members: list[tuple[str, Content]] = [
                 (entry.name, read_member(stream, entry))
                 for entry in index
                 if _belongs_to(step.target, entry.name, source)
@@ -142,94 +136,3 @@ def _belongs_to(target: ShardName, member: str, source: str) -> bool:
         f"Member {member} of {source} would have to be cut to give {target}: the dump was resumed "
         "with another global batch size. Resume it with the one it was begun with."
     )
-
-
-class BufferedIteration(NamedTuple):
-    """One finished iteration, ready to be written."""
-
-    start: int
-    end: int
-    payload: bytes
-
-    @property
-    def member_name(self) -> str:
-        """Name of the member that the payload becomes."""
-        return member_name(self.start, self.end)
-
-
-def _encoded(start: int, end: int, job: Future[bytes]) -> BufferedIteration:
-    """Wait for the payload of an iteration."""
-    try:
-        return BufferedIteration(start, end, job.result())
-    except Exception as error:
-        raise LogitsWriteError(
-            f"Samples {start} to {end - 1} of the logits dump could not be encoded: "
-            f"{type(error).__name__}: {error}. The checkpoint of their window is not confirmed: "
-            "start the job again when the cause is gone, and it dumps the window again."
-        ) from error
-
-
-class IterationBuffer:
-    """Encodes finished iterations in one background thread and keeps them until they are taken.
-
-    Safe to use from several threads. The thread starts with the first iteration.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._encoder: ThreadPoolExecutor | None = None
-        self._iterations: dict[int, tuple[int, Future[bytes]]] = {}
-
-    def __len__(self) -> int:
-        """Return how many iterations wait to be taken."""
-        return len(self._iterations)
-
-    def add(
-        self,
-        start: int,
-        end: int,
-        values: torch.Tensor,
-        indices: torch.Tensor,
-        tail_logprob: torch.Tensor | None = None,
-        label_fingerprints: torch.Tensor | None = None,
-    ) -> None:
-        """Queue one iteration; the tensors must not change afterwards. A replay replaces it.
-
-        Args:
-            start: First global sample of the iteration.
-            end: First global sample after it.
-            values: ``(S, n, K)`` log-probabilities on the CPU, in the dtype to store.
-            indices: ``(S, n, K)`` token ids.
-            tail_logprob: ``(S, n)`` log of the mass outside the K entries, or None.
-            label_fingerprints: ``(ceil(S / 64), n)`` fingerprints of the labels, or None.
-        """
-        with self._lock:
-            if self._encoder is None:
-                self._encoder = ThreadPoolExecutor(1, thread_name_prefix="logits-encode")
-            replaced = self._iterations.get(start)
-            if replaced is not None:
-                replaced[1].cancel()
-            job = self._encoder.submit(
-                encode_logprobs_payload, values, indices, tail_logprob, label_fingerprints
-            )
-            self._iterations[start] = (end, job)
-
-    def take(self) -> list[BufferedIteration]:
-        """Wait for the encoder, return all iterations by ascending start and empty the buffer.
-
-        Raises:
-            LogitsWriteError: An iteration could not be encoded. The buffer keeps everything.
-        """
-        with self._lock:
-            iterations = [
-                _encoded(start, end, job) for start, (end, job) in sorted(self._iterations.items())
-            ]
-            self._iterations.clear()
-            return iterations
-
-    def close(self) -> None:
-        """Stop the background thread; what waits in the buffer can still be taken."""
-        with self._lock:
-            if self._encoder is not None:
-                self._encoder.shutdown(wait=True)
-                self._encoder = None

@@ -99,8 +99,8 @@ def teacher_topk(
 def apply_top_p(topk: TeacherTopK, p: float, min_k: int) -> tuple[TeacherTopK, Tensor]:
     """Keep each token's nucleus: the entries before which less than `p` of the mass lies.
 
-    At least `min_k` entries stay.  K shrinks to the largest number kept by any token; entries that
-    a token does not keep are masked and their mass goes to the tail.
+    At least `min_k` entries stay.  Entries that a token does not keep are masked and their mass
+    goes to the tail; K stays, so nothing waits for the device.
 
     Args:
         topk: entries with falling log-probabilities.
@@ -121,12 +121,11 @@ def apply_top_p(topk: TeacherTopK, p: float, min_k: int) -> tuple[TeacherTopK, T
     keep = probs.cumsum(-1) - probs < p
     keep[..., :min_k] = True
     kept = keep.sum(-1)
-    largest = int(kept.max()) if kept.numel() else 0
     dropped = topk.logprobs.masked_fill(keep, -math.inf).logsumexp(-1)
-    drop = ~keep[..., :largest]
+    drop = ~keep
     nucleus = TeacherTopK(
-        logprobs=topk.logprobs[..., :largest].masked_fill(drop, _MASKED_LOGPROB),
-        indices=topk.indices[..., :largest].masked_fill(drop, _MASKED_INDEX),
+        logprobs=topk.logprobs.masked_fill(drop, _MASKED_LOGPROB),
+        indices=topk.indices.masked_fill(drop, _MASKED_INDEX),
         tail_logprob=torch.logaddexp(topk.tail_logprob, dropped),
     )
     return nucleus, kept

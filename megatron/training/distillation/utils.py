@@ -9,7 +9,6 @@ already open streams. The format itself is specified in this package's README.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 from megatron.training.distillation.errors import CacheFormatError, CacheIdentityError
+from megatron.training.distillation.member_content import Content, open_content
 from megatron.training.distillation.payload import (
     FORMAT_VERSION,
     INDEX_SENTINEL,
@@ -131,17 +131,19 @@ def parse_member_name(name: str) -> tuple[int, int] | None:
 
 
 def write_shard_tar(
-    stream: BinaryIO, meta_bytes: bytes, members: Iterable[tuple[str, bytes]]
+    stream: BinaryIO, meta_bytes: bytes, members: Iterable[tuple[str, Content]]
 ) -> None:
     """Write an uncompressed tar: ``_meta.json`` first, then *members* ``(name, content)`` in order.
 
-    Times and owners stay at zero, so equal content gives equal bytes.
+    Times and owners stay at zero, so equal content gives equal bytes. Content that is not in memory
+    is copied piece by piece.
     """
     with tarfile.open(fileobj=stream, mode="w") as tar:
         for name, content in ((META_TAR_MEMBER, meta_bytes), *members):
             info = tarfile.TarInfo(name)
             info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+            with open_content(content) as source:
+                tar.addfile(info, source)
 
 
 class TarMember(NamedTuple):

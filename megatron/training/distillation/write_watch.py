@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.training.distillation.errors import LogitsWriteError
+from megatron.training.distillation.member_content import Content
 from megatron.training.distillation.shard_writer import write_batched_tar
 
 POLL_SECONDS = 0.5
@@ -114,7 +115,7 @@ def write_and_report(
     reports: WriteReports,
     path: str,
     meta_bytes: bytes,
-    members: list[tuple[str, bytes]],
+    members: list[tuple[str, Content]],
     msc_enabled: bool = False,
 ) -> None:
     """Write one shard as :func:`write_batched_tar` does, and report what becomes of it.
@@ -157,10 +158,18 @@ class WrittenWindow:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A window that the worker has or will get: what it is, in words, and its bytes."""
+    """A window that the worker has or will get.
+
+    Attributes:
+        description: What it is, in words.
+        size: Its bytes.
+        release: Gives up what the worker reads it from.
+        handed_over: When that was.
+    """
 
     description: str
     size: int
+    release: Callable[[], None] | None = None
     handed_over: float = field(default_factory=time.monotonic)
 
 
@@ -191,14 +200,23 @@ class WriteWatch:
         self._lock = threading.Lock()
         atexit.register(self._close_at_exit)
 
-    def hand_over(self, window: str, size: int = 0) -> None:
-        """Expect a report about one more window of *size* bytes; *window* describes it in words."""
+    def hand_over(
+        self, window: str, size: int = 0, release: Callable[[], None] | None = None
+    ) -> None:
+        """Expect a report about one more window.
+
+        Args:
+            window: What it is, in words.
+            size: Its bytes.
+            release: Called once the window has been written: gives up what the worker reads it
+                from.
+        """
         with self._lock:
             if self._oldest_waiting() is None:
                 # The trainer may have ended the worker before, to start another for this window.
                 self._forget_worker()
             self._handed_over += 1
-            self._windows.append(_Window(window, size))
+            self._windows.append(_Window(window, size, release))
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="logits-write-watch", daemon=True
@@ -229,6 +247,10 @@ class WriteWatch:
             written, self._written = self._written, []
             return written
 
+    def end_job(self, error: LogitsWriteError) -> None:
+        """End this process, because a window that has not been handed over is lost."""
+        self._end(error)
+
     def _close_at_exit(self) -> None:
         """Stop watching, unless a window waits.
 
@@ -241,11 +263,14 @@ class WriteWatch:
             self.close()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching, and forget the windows that wait."""
         self._stopped.set()
         thread = self._thread
         if thread is not None:
             thread.join()
+        with self._lock:
+            # Not released: a worker that is still at one may finish it.
+            self._windows.clear()
         self._close_descriptor()
         shutil.rmtree(self.reports.directory, ignore_errors=True)
 
@@ -284,8 +309,10 @@ class WriteWatch:
         waiting = self._handed_over - self.reports.finished()
         while len(self._windows) > max(waiting, 0):
             number = self._handed_over - len(self._windows)
-            size = self._windows.popleft().size
-            self._written.append(WrittenWindow(size, self.reports.seconds(number)))
+            window = self._windows.popleft()
+            self._written.append(WrittenWindow(window.size, self.reports.seconds(number)))
+            if window.release is not None:
+                window.release()
         return self._windows[0] if self._windows else None
 
     def _worker_is_gone(self) -> bool:

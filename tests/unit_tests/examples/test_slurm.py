@@ -331,13 +331,16 @@ def test_parser_refuses_what_it_should(parsed: dict[object, dict]) -> None:
 def test_dry_run_outside_of_slurm(script: str, tmp_path: Path) -> None:
     """Without SLURM's programs and variables."""
     environment = variables(script, "/cluster", tmp_path)
-    result = dry_run(script, **environment, TOP_P="0.9", EXTRA_ARGS="--seed 7 --log-throughput")
+    environment |= {"TOP_P": "0.9", "SPOOL_DIR": "/local/spool"}
+    result = dry_run(script, **environment, EXTRA_ARGS="--seed 7 --log-throughput")
     assert result.returncode == 0, result.stderr
     command = Printed(result.stdout)
     assert command.environment["MASTER_ADDR"] == "localhost"
     assert command.srun[0] == "--nodes=1"
     assert command.value("--seed") == "7", "EXTRA_ARGS come after the script's own flags"
     assert ("--logits-save-top-p" in command.flags) == (script == TEACHER)
+    if script == TEACHER:
+        assert command.value("--logits-save-spool-dir") == "/local/spool"
 
 
 @pytest.mark.parametrize("script", [TEACHER, STUDENT])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron.training.distillation.manifest import RunManifest
+from megatron.training.distillation.member_content import Content, open_content
 from megatron.training.distillation.shard_writer import write_batched_tar
 from megatron.training.distillation.utils import (
     SaverSettings,
@@ -22,6 +23,12 @@ IDENTIFIERS: dict[str, Any] = {
     "blend": {"kind": "mock", "mock": True},
 }
 SEQ, K = 4, 2
+
+
+def read_content(content: Content) -> bytes:
+    """Return the bytes of a member, wherever they lie."""
+    with open_content(content) as stream:
+        return stream.read(len(content))
 
 
 def sample_of(values: torch.Tensor) -> list[int]:

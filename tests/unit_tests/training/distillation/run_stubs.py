@@ -59,6 +59,7 @@ class StubRun:
         patch.setattr(write_watch, "end_process", lambda error: None)
         patch.setattr(arguments, "log_scalar", lambda *scalar: self.scalars.append(scalar))
         patch.setattr(arguments, "curves_are_due", lambda iteration: self.writes)
+        patch.setattr(arguments, "curves_are_written", lambda iteration: self.writes)
         patch.setattr(arguments, "line_is_due", lambda iteration: self.writes)
         if dist.is_initialized():
             return self

@@ -53,6 +53,7 @@ def cache(tmp_path: Path) -> Path:
         ("logits_save_top_p_min_k", 1),
         ("logits_save_dtype", "fp16"),
         ("logits_save_max_waiting_bytes", 8 * 2**30),
+        ("logits_save_spool_dir", None),
         ("logits_load_dir", None),
         ("logits_load_decode_threads", 4),
         ("logits_load_msc_prefetch_depth", 2),
@@ -81,7 +82,8 @@ def test_values_are_parsed() -> None:
     args = parse(
         "--logits-save-dir out --logits-save-top-k 7 --logits-save-top-p 0.5 "
         "--logits-save-top-p-min-k 3 --logits-save-dtype bf16 "
-        "--logits-save-max-waiting-bytes 5000 --logits-load-dir in "
+        "--logits-save-max-waiting-bytes 5000 --logits-save-spool-dir /local "
+        "--logits-load-dir in "
         "--logits-load-decode-threads 9 --logits-load-msc-prefetch-depth 0 "
         "--logits-load-kd-loss-alpha 0.25 --logits-load-ignore-errors --logits-load-ignore-hash "
         "--logits-load-prefetch-factor 5 --freeze-all-layers",
@@ -91,6 +93,7 @@ def test_values_are_parsed() -> None:
     assert (args.logits_save_top_p, args.logits_load_kd_loss_alpha) == (0.5, 0.25)
     assert args.logits_save_dtype == "bf16"
     assert args.logits_save_max_waiting_bytes == 5000
+    assert args.logits_save_spool_dir == "/local"
     assert (args.logits_load_decode_threads, args.logits_load_msc_prefetch_depth) == (9, 0)
     assert args.logits_load_prefetch_factor == 5
     assert args.logits_load_ignore_errors
@@ -140,6 +143,10 @@ REFUSED_WHEN_SAVING = [
         )
         for bound in (0, -5)
     ],
+    (
+        f"{SAVE} --logits-save-spool-dir msc://bucket/spool",
+        ["--logits-save-spool-dir is msc://bucket/spool", "a disk of the node"],
+    ),
 ]
 
 
@@ -426,6 +433,7 @@ def test_every_problem_is_reported_at_once() -> None:
         "--logits-save-top-p 1e-9 --logits-save-top-k 1 --logits-save-top-p-min-k 1",
         "--logits-save-top-k 8 --logits-save-top-p-min-k 8",
         "--logits-save-max-waiting-bytes 1",
+        "--logits-save-spool-dir /local",
         "--dataloader-type single",
         "--cross-entropy-loss-fusion",
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",

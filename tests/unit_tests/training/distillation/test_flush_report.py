@@ -24,7 +24,16 @@ from tests.unit_tests.training.distillation.run_stubs import (
 )
 
 NOTHING = Flush(
-    start=0, end=0, samples=0, size=0, waiting=0, waited=0.0, kept_mass=0.0, tokens=0, written=()
+    start=0,
+    end=0,
+    samples=0,
+    size=0,
+    waiting=0,
+    held=0,
+    waited=0.0,
+    kept_mass=0.0,
+    tokens=0,
+    written=(),
 )
 
 
@@ -60,6 +69,12 @@ def test_each_flush_is_reported_and_the_time_of_the_one_before(
     # What was handed over before is written.
     assert run.curve("logits-waiting-bytes") == [(2, sizes[0]), (3, sizes[1])]
     assert run.curve("logits-flush-wait") == [(2, 0.0), (3, 0.0)]
+    # The spooled bytes, and the tensors that wait for them: fp32, int32, a tail and fingerprints.
+    raw = 2 * SETTINGS.seq_length * (3 * (4 + 4) + 4) + 2 * 8
+    (_, first_held), (_, second_held) = run.curve("logits-held-bytes")
+    assert max(sizes[0], raw) <= first_held <= sizes[0] + 2 * raw
+    # The window before may still be there.
+    assert max(sizes[1], raw) <= second_held <= sum(sizes) + raw
     assert run.curve("logits-kept-mass") == [
         (2, pytest.approx(masses[0], rel=1e-6)),
         (3, pytest.approx(masses[1], rel=1e-6)),
@@ -138,6 +153,7 @@ def _flush_on_rank(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
             samples=4,
             size=100 + rank,
             waiting=10,
+            held=1000 - rank,
             waited=0.25 * rank,
             kept_mass=12.0 + rank,
             tokens=16,
@@ -154,6 +170,8 @@ def test_numbers_are_those_of_the_stage_on_every_rank() -> None:
         assert scalars == [
             ("logits-flush-bytes", 202.0, 4),
             ("logits-waiting-bytes", 222.0, 4),
+            # The rank's that held most.
+            ("logits-held-bytes", 1000.0, 4),
             # The slowest rank's.
             ("logits-flush-wait", 0.5, 4),
             ("logits-kept-mass", 26 / 32, 4),

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The teacher's hooks: what they record of which forward passes, and what they hand over."""
 
+import errno
 import json
 import math
+import os
 import tarfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.distillation import logits_saver
+from megatron.training.distillation import logits_saver, parallel, write_watch
+from megatron.training.distillation.errors import LogitsWriteError
 from megatron.training.distillation.fingerprint import LabelFingerprinter
 from megatron.training.distillation.logits_saver import LogitsSaverHooks, get_logits_saver
 from megatron.training.distillation.utils import (
@@ -20,7 +24,7 @@ from megatron.training.distillation.utils import (
     identity_hash,
 )
 from tests.unit_tests.distributed import recorded_collectives, run_ranks
-from tests.unit_tests.training.distillation.cache_files import IDENTIFIERS
+from tests.unit_tests.training.distillation.cache_files import IDENTIFIERS, read_content
 from tests.unit_tests.training.distillation.run_stubs import (
     SETTINGS,
     GivenLogitsModel,
@@ -51,7 +55,7 @@ def forward(model: torch.nn.Module, *microbatches: torch.Tensor) -> None:
 def pending(saver: LogitsSaverHooks) -> dict[str, Any]:
     """Take the pending data and decode it: rows by member name."""
     _, _, members, _ = saver.take_pending_data()
-    return {name: decode_teacher_rows(payload) for name, payload in members}
+    return {name: decode_teacher_rows(read_content(payload)) for name, payload in members}
 
 
 def check_rows(rows: Any, logits: torch.Tensor, k: int) -> None:
@@ -220,7 +224,8 @@ def test_packed_samples_are_recorded_as_rows(
             logits = lay(random_logits(seed, batch))
             losses = model(logits, torch.zeros(logits.shape[1::-1], dtype=torch.long))
             assert losses.shape == logits.shape[1::-1]
-        payloads.append(saver.take_pending_data()[2])
+        members = saver.take_pending_data()[2]
+        payloads.append([(name, read_content(payload)) for name, payload in members])
     assert payloads[0] == payloads[1]
     assert len(run.curve("avg-logprobs-kept")) == (0 if p is None else 2)
     # Both layouts measure the same.
@@ -270,6 +275,26 @@ def test_top_p_keeps_the_nucleus_and_moves_the_rest_to_the_tail(
     assert rows.values[2, 0].exp().tolist() == pytest.approx([0.4, 0.2, 0.15], rel=1e-5)
     assert run.curve("avg-logprobs-kept") == [(1, 12 / 8)]
     assert run.curve("logits-kept-mass") == [(1, pytest.approx(1 - float(expected_tail.mean())))]
+
+
+def test_kept_entries_are_counted_where_curves_are_written_only(
+    run: StubRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summed: list[list[float]] = []
+    monkeypatch.setattr(
+        parallel, "sum_over_stage", lambda values, layout: summed.append(values) or values
+    )
+    run.writes = False
+    saver = LogitsSaverHooks(str(tmp_path), 5, p=0.7)
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    forward(model, random_logits(0), random_logits(1))
+    assert (summed, run.scalars) == ([], [])
+    run.writes = True
+    run.move_to(2)
+    forward(model, random_logits(2), random_logits(3))
+    assert len(summed) == 1
+    assert len(run.curve("avg-logprobs-kept")) == 1
 
 
 def test_nothing_is_logged_without_top_p(run: StubRun, tmp_path: Path) -> None:
@@ -444,7 +469,8 @@ def _dump_on_rank(
             model_part = torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]])
         model_part = model_part.contiguous()
         model(model_part, torch.zeros(1, model_part.size(0), dtype=torch.long))
-    return saver.take_pending_data()[2], run.scalars
+    members = saver.take_pending_data()[2]
+    return [(name, read_content(payload)) for name, payload in members], run.scalars
 
 
 @pytest.mark.parametrize("p", [None, 0.6])
@@ -539,6 +565,93 @@ def test_all_ranks_refuse_the_directory_of_another_dump(tmp_path: Path) -> None:
         start_dump(tmp_path)
     results = run_ranks(2, _start_on_rank, str(tmp_path))
     assert all("dp0__0-2.tar" in result for result in results)
+
+
+# ---- spools -----------------------------------------------------------------------------------
+
+
+def test_spool_directory_holds_what_waits_and_is_empty_to_see(run: StubRun, tmp_path: Path) -> None:
+    spools, cache = tmp_path / "spools", tmp_path / "cache"
+    spools.mkdir()
+    run.settings = replace(SETTINGS, spool_dir=str(spools))
+    saver = start_dump(cache)
+    for start in (2, 4):
+        run.move_to(start)
+        saver._on_logits(random_logits(start))
+        saver._on_logits(random_logits(start + 1))
+    path, _, members, _ = arguments = saver.take_pending_data()
+    assert [decode_teacher_rows(read_content(piece)).values.shape for _, piece in members] == [
+        (SEQ, 2, 3)
+    ] * 2
+    for _, piece in members:
+        assert f"{spools}/" in os.readlink(piece.path)
+    assert list(spools.iterdir()) == []
+    saver._write_batched_tar(*arguments)
+    assert Path(path).exists()
+    # It is given up once it is known to be written.
+    assert saver._watch.waiting_bytes() == 0
+    assert not os.path.lexists(members[0][1].path) or str(spools) not in os.readlink(
+        members[0][1].path
+    )
+
+
+@pytest.mark.parametrize("spool_dir", ["missing", "dp0__0-2.tar"])
+def test_unusable_spool_directory_is_refused(run: StubRun, tmp_path: Path, spool_dir: str) -> None:
+    start_dump(tmp_path)
+    run.settings = replace(SETTINGS, spool_dir=str(tmp_path / spool_dir))
+    with pytest.raises(CacheIdentityError) as caught:
+        start_dump(tmp_path)
+    message = str(caught.value)
+    for part in ("--logits-save-spool-dir cannot be used", f"{tmp_path / spool_dir}", "every node"):
+        assert part in message
+
+
+def _start_with_spools_on_rank(rank: int, world_size: int, directory: str) -> str:
+    layout = group_layout(dp_rank=rank, dp_size=world_size)
+    settings = replace(SETTINGS, spool_dir=f"{directory}/spool-{rank}")
+    StubRun(layout=layout, settings=settings).install(PlainPatch)
+    try:
+        LogitsSaverHooks(f"{directory}/cache", 3)
+    except CacheIdentityError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_all_ranks_refuse_a_spool_directory_that_one_lacks(tmp_path: Path) -> None:
+    (tmp_path / "spool-0").mkdir()
+    for message in run_ranks(2, _start_with_spools_on_rank, str(tmp_path)):
+        assert "rank 1: [Errno 2] --logits-save-spool-dir cannot be used: " in message
+        assert "rank 0" not in message
+
+
+def test_iteration_that_cannot_be_kept_ends_the_job(
+    run: StubRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as it is compressed, not at the checkpoint."""
+    ended: list[str] = []
+    heard = threading.Event()
+
+    def end(error: LogitsWriteError) -> None:
+        ended.append(str(error))
+        heard.set()
+
+    monkeypatch.setattr(write_watch, "end_process", end)
+    monkeypatch.setattr(os, "pwrite", _full_disk)
+    saver = LogitsSaverHooks(str(tmp_path), 3)
+    model = GivenLogitsModel()
+    saver.attach_hooks(model)
+    run.move_to(6)
+    forward(model, random_logits(0), random_logits(1))
+    assert heard.wait(20)
+    (message,) = ended
+    for part in ("Samples 6 to 7", "No space left on device", "spool in memory", "again"):
+        assert part in message
+    with pytest.raises(LogitsWriteError):
+        saver.take_pending_data()
+
+
+def _full_disk(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # ---- fingerprints of the labels ---------------------------------------------------------------
@@ -658,7 +771,9 @@ def _fingerprints_on_rank(
             width = PADDED // (world_size if axis == "tp" else 1)
             model(torch.randn(labels.size(1), 1, width), labels)
     members = saver.take_pending_data()[2]
-    return decode_teacher_rows(members[0][1]).label_fingerprints if members else None, calls
+    if not members:
+        return None, calls
+    return decode_teacher_rows(read_content(members[0][1])).label_fingerprints, calls
 
 
 @pytest.mark.parametrize(("axis", "ranks"), [("tp", 2), ("cp", 2), ("cp", 4)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shard that the checkpoint worker writes, and the buffer that feeds it."""
+"""The shard that the checkpoint worker writes."""
 
 import errno
 import functools
@@ -10,16 +10,12 @@ import os
 import pickle
 import re
 import tarfile
-import threading
 
 import pytest
-import torch
 
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.training.distillation import shard_writer, storage, storage_retry
-from megatron.training.distillation.errors import LogitsWriteError
-from megatron.training.distillation.shard_writer import IterationBuffer, write_batched_tar
-from megatron.training.distillation.utils import decode_teacher_rows, encode_logprobs_payload
+from megatron.training.distillation.shard_writer import write_batched_tar
 
 META = b'{"saver":{}}'
 MEMBERS = [("0-8.pt.zst", b"first"), ("8-16.pt.zst", b"second" * 200)]
@@ -225,88 +221,3 @@ def test_object_storage_is_enabled_in_the_worker(tmp_path, monkeypatch):
         archive = io.BytesIO(stream.read())
     with tarfile.open(fileobj=archive) as tar:
         assert tar.getnames() == ["_meta.json", "0-8.pt.zst", "8-16.pt.zst"]
-
-
-# ---- the buffer ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def buffer():
-    buffer = IterationBuffer()
-    yield buffer
-    buffer.close()
-
-
-def entries(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(4, 2, 3, generator=generator).half(),
-        torch.randint(0, 131072, (4, 2, 3), generator=generator),
-        torch.randn(4, 2, generator=generator),
-    )
-
-
-def test_take_returns_all_iterations_in_order_and_empties(buffer):
-    for start in (16, 0, 8):
-        buffer.add(start, start + 8, *entries(start))
-    assert len(buffer) == 3
-    taken = buffer.take()
-    assert [item[:2] for item in taken] == [(0, 8), (8, 16), (16, 24)]
-    assert [item.member_name for item in taken] == ["0-8.pt.zst", "8-16.pt.zst", "16-24.pt.zst"]
-    for item in taken:
-        values, indices, tail = entries(item.start)
-        rows = decode_teacher_rows(item.payload)
-        assert torch.equal(rows.values, values)
-        assert torch.equal(rows.indices, indices.int())
-        assert torch.equal(rows.tail_logprob, tail)
-    assert buffer.take() == []
-
-
-def test_tail_may_be_absent(buffer):
-    values, indices, _ = entries(0)
-    buffer.add(0, 8, values, indices)
-    assert buffer.take() == [(0, 8, encode_logprobs_payload(values, indices))]
-
-
-def test_a_replay_replaces_the_iteration(buffer):
-    for seed in (1, 2, 3):
-        buffer.add(0, 8, *entries(seed))
-    (item,) = buffer.take()
-    assert torch.equal(decode_teacher_rows(item.payload).values, entries(3)[0])
-
-
-def test_an_encoding_error_surfaces_every_time(buffer):
-    values, indices, tail = entries(0)
-    buffer.add(0, 8, values, indices, tail)
-    buffer.add(8, 16, values, indices + 131072, tail)
-    for _ in range(2):
-        with pytest.raises(LogitsWriteError, match=r"Samples 8 to 15 .*ValueError: .*17 bits"):
-            buffer.take()
-    buffer.add(8, 16, values, indices, tail)  # the replay repairs it
-    assert len(buffer.take()) == 2
-
-
-def test_iterations_may_come_from_several_threads(buffer):
-    def work(worker: int) -> None:
-        for iteration in range(5):
-            start = (iteration * 4 + worker) * 8
-            buffer.add(start, start + 8, *entries(start))
-
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [item.start for item in buffer.take()] == list(range(0, 160, 8))
-
-
-def test_encoding_uses_one_thread_that_close_ends():
-    before = threading.active_count()
-    buffer = IterationBuffer()
-    assert threading.active_count() == before
-    for start in range(0, 64, 8):
-        buffer.add(start, start + 8, *entries(start))
-        assert threading.active_count() <= before + 1
-    buffer.close()
-    assert threading.active_count() == before
-    assert len(buffer.take()) == 8

@@ -178,6 +178,22 @@ def test_curves_keep_the_trainers_interval(
     assert due == ([3, 6, 9] if tensorboard or wandb else [])
 
 
+@pytest.mark.parametrize("tensorboard_dir", ["curves", None])
+@pytest.mark.parametrize("wandb_project", ["project", ""])
+def test_all_ranks_know_when_one_writes_curves(
+    monkeypatch: pytest.MonkeyPatch, tensorboard_dir: str | None, wandb_project: str
+) -> None:
+    args = SimpleNamespace(
+        tensorboard_log_interval=3, tensorboard_dir=tensorboard_dir, wandb_project=wandb_project
+    )
+    monkeypatch.setattr(arguments, "get_args", lambda: args)
+    # Not the one with the writers.
+    for name in ("get_tensorboard_writer", "get_wandb_writer"):
+        monkeypatch.setattr(arguments, name, lambda: None)
+    due = [iteration for iteration in range(1, 10) if arguments.curves_are_written(iteration)]
+    assert due == ([3, 6, 9] if tensorboard_dir or wandb_project else [])
+
+
 def test_line_comes_from_the_last_rank_at_the_trainers_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -235,8 +235,7 @@ def test_top_p_against_brute_force(p: float, min_k: int, shape: tuple[int, int])
     counts = [len(entries) for entries, _ in expected]
     assert kept.shape == shape
     assert kept.flatten().tolist() == counts
-    largest = max(counts)
-    assert nucleus.logprobs.shape == nucleus.indices.shape == (*shape, largest)
+    assert nucleus.logprobs.shape == nucleus.indices.shape == (*shape, 20)
     for (entries, tail), values, ids, found in zip(
         expected,
         nucleus.logprobs.flatten(0, 1).tolist(),
@@ -244,7 +243,7 @@ def test_top_p_against_brute_force(p: float, min_k: int, shape: tuple[int, int])
         nucleus.tail_logprob.flatten().tolist(),
         strict=True,
     ):
-        missing = largest - len(entries)
+        missing = 20 - len(entries)
         assert list(zip(ids, values, strict=True)) == entries + [(-1, -1000.0)] * missing
         assert math.exp(found) == pytest.approx(tail, rel=1e-5)
 
@@ -257,8 +256,8 @@ def test_top_p_by_hand() -> None:
     )
     nucleus, kept = apply_top_p(topk, 0.7, 1)
     assert kept.tolist() == [[2], [1]]
-    assert nucleus.indices.tolist() == [[[7, 3]], [[1, -1]]]
-    assert nucleus.logprobs[1, 0, 1] == -1000.0
+    assert nucleus.indices.tolist() == [[[7, 3, -1]], [[1, -1, -1]]]
+    assert nucleus.logprobs[1, 0, 1:].tolist() == [-1000.0, -1000.0]
     assert nucleus.tail_logprob.exp().flatten().tolist() == pytest.approx([0.25, 0.125])
     # A whole vocabulary has no tail before, but may after.
     whole = TeacherTopK(

@@ -225,6 +225,24 @@ def test_waiting_and_written_windows_are_known(watch: WriteWatch) -> None:
     assert watch.take_written() == [WrittenWindow(3, 86400.125)]
 
 
+def test_written_windows_are_released_in_order(watch: WriteWatch) -> None:
+    released: list[int] = []
+    for number in range(3):
+        watch.hand_over(f"window {number}", 1, partial(released.append, number))
+    watch.hand_over("a window that reads from nothing")
+    watch.reports.finish()
+    # Noticed without anyone asking.
+    until(lambda: released == [0])
+    watch.reports.finish()
+    watch.reports.finish()
+    assert watch.waiting_bytes() == 0
+    assert released == [0, 1, 2]
+    watch.hand_over("window 3", 1, partial(released.append, 3))
+    watch.close()
+    # A worker may still read it.
+    assert released == [0, 1, 2]
+
+
 def test_report_cut_short_is_no_report(watch: WriteWatch) -> None:
     """A worker that is killed while it reports leaves part of a record."""
     watch.hand_over("window 0", 100)
