@@ -52,6 +52,12 @@ class Ending:
         return str(error)
 
 
+@pytest.fixture(autouse=True)
+def no_lingering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer of these workers is the test process, which does not end with a window."""
+    monkeypatch.setattr(write_watch, "_SECONDS_TO_FOLLOW", 0.0)
+
+
 @pytest.fixture
 def ending() -> Ending:
     return Ending()
