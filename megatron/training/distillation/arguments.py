@@ -218,7 +218,7 @@ class RunSettings:
     Attributes:
         micro_batch_size: Samples per microbatch of one data parallel rank.
         global_batch_size: Samples per iteration over all data parallel ranks.
-        seq_length: Tokens per sample.
+        seq_length: Tokens per sample; None where only a tool set the arguments.
         vocab_size: Size of the real vocabulary, without padding; None if no tokenizer says.
         mtp_num_layers: Multi-token prediction heads, which pass the output layer before the main.
         identifiers: The run identity of the shard metadata, in the order that is hashed.
@@ -229,7 +229,7 @@ class RunSettings:
 
     micro_batch_size: int
     global_batch_size: int
-    seq_length: int
+    seq_length: int | None
     vocab_size: int | None
     mtp_num_layers: int
     identifiers: dict[str, Any]

@@ -65,6 +65,9 @@ class CachedLogitsKDLoss:
         self.logprobs_dir = logprobs_dir
         self._settings = arguments.RunSettings.from_global_args()
         self._layout = parallel.ParallelLayout.from_parallel_state()
+        seq_length = self._settings.seq_length
+        if seq_length is None:
+            raise ValueError("A student needs the length of its samples: set --seq-length.")
         self._stream = TargetStream(
             StreamOptions(
                 logprobs_dir=logprobs_dir,
@@ -82,7 +85,7 @@ class CachedLogitsKDLoss:
                 gbs=self._settings.global_batch_size,
                 cp_rank=self._layout.cp_rank,
                 cp_size=self._layout.cp_size,
-                seq_length=self._settings.seq_length,
+                seq_length=seq_length,
             ),
         )
         self._agreed = AgreedTargets(
@@ -92,7 +95,7 @@ class CachedLogitsKDLoss:
             ignore_errors=ignore_errors,
             max_skipped_share=max_skipped_share,
         )
-        self._proof = ContentProof(self._layout, seq_length=self._settings.seq_length)
+        self._proof = ContentProof(self._layout, seq_length=seq_length)
         self._report = StudentReport()
         self._shard: dict[str, Any] = {
             "vocab_size": self._settings.vocab_size,

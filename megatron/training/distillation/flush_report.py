@@ -44,7 +44,7 @@ class Flush:
     written: Sequence[WrittenWindow]
 
 
-def report_flush(flush: Flush, layout: parallel.ParallelLayout, seq_length: int) -> None:
+def report_flush(flush: Flush, layout: parallel.ParallelLayout, seq_length: int | None) -> None:
     """Write the numbers of the whole stage; nothing if none of its ranks has samples.
 
     Collective over TP x CP x DP of the stage, twice: every rank must call.
@@ -88,7 +88,7 @@ def report_flush(flush: Flush, layout: parallel.ParallelLayout, seq_length: int)
             iteration,
             samples,
             size / 1e6,
-            size / (samples * seq_length),
+            size / (samples * seq_length) if seq_length else float("nan"),
             scalars.get("logits-kept-mass", float("nan")),
             waiting / 1e6,
             held / 1e6,

@@ -116,10 +116,7 @@ class LogitsSaverHooks:
         self._kept_counts: list[torch.Tensor] = []
         self._masses = WindowMasses()
 
-        seq_length = self._settings.seq_length
-        self._fingerprint = LabelFingerprinter(
-            parallel.sequence_positions(seq_length, self._layout), seq_length
-        )
+        self._fingerprint: LabelFingerprinter | None = None
 
         self._open_directory(meta)
         self._watch = WriteWatch()
@@ -218,9 +215,17 @@ class LogitsSaverHooks:
         if self._tap is not None and self._tap.claim_loss():
             with torch.no_grad():
                 if self._layout.tp_rank == 0:
-                    self._fingerprints[-1] = self._fingerprint(labels)
+                    self._fingerprints[-1] = self._fingerprinter(labels)(labels)
                 self._close_if_complete()
         return loss(original, labels, logits)
+
+    def _fingerprinter(self, labels: torch.Tensor) -> LabelFingerprinter:
+        if self._fingerprint is None:
+            length = self._settings.seq_length or labels.shape[1] * self._layout.cp_size
+            self._fingerprint = LabelFingerprinter(
+                parallel.sequence_positions(length, self._layout), length
+            )
+        return self._fingerprint
 
     def _close_if_complete(self) -> None:
         """Close the iteration if all of its microbatches are there.
@@ -248,7 +253,7 @@ class LogitsSaverHooks:
             ValueError: The logits are not those of a microbatch of this run; on every TP rank.
         """
         layout, settings = self._layout, self._settings
-        packed = is_packed(
+        packed = settings.seq_length is not None and is_packed(
             logits,
             positions=settings.seq_length // layout.cp_size,
             micro_batch_size=settings.micro_batch_size,

@@ -98,6 +98,19 @@ def test_iterations_are_recorded_in_order(
     check_rows(second, torch.cat(originals[2:], 1), 3)
 
 
+def test_tool_without_a_sequence_length_records_the_same(run: StubRun, tmp_path: Path) -> None:
+    recorded = []
+    for name, seq_length in (("trainer", SEQ), ("tool", None)):
+        run.settings = replace(SETTINGS, seq_length=seq_length)
+        saver = LogitsSaverHooks(str(tmp_path / name), 3)
+        model = GivenLogitsModel()
+        saver.attach_hooks(model)
+        forward(model, random_logits(1), random_logits(2))
+        _, _, members, _ = saver.take_pending_data()
+        recorded.append([read_content(content) for _, content in members])
+    assert recorded[0] == recorded[1] != []
+
+
 @pytest.mark.parametrize(
     ("save_dtype", "expected"),
     [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)],
