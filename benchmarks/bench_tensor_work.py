@@ -40,6 +40,7 @@ MEMORY = {
     "teacher hook": ["memory_of_hook"],
     "gradient error, fp32 logits": ["gradient_error"],
 }
+MEMORY_ALONE = {"the trainer's LM loss alone": ["memory_of_loss", "lm"]}
 ALONE = {
     "the trainer's LM loss alone": ["time_loss", "lm"],
     "torch cross_entropy": ["time_loss", "torch_cross_entropy"],
@@ -138,6 +139,7 @@ def main() -> None:
     for roots, allocator, requests in (
         (both, KEEP_FREED, TIMES),
         (both, RETURN_FREED, MEMORY),
+        ({"ours": ROOT}, RETURN_FREED, MEMORY_ALONE),
         ({"ours": ROOT}, KEEP_FREED, ALONE),
     ):
         for what, metric, found in measure(roots, sizes, allocator, requests, args.runs):
