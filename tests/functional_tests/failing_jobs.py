@@ -2,7 +2,9 @@
 """Runs jobs that are to fail, times their end, and looks at what they leave behind."""
 
 import contextlib
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -108,6 +110,7 @@ class FailingJobs:
         *,
         disturb: Callable[[RunningJob], object] = lambda job: None,
         says: str | None = WRITE_FAILURE,
+        before_first_window: bool = False,
         **options: Any,
     ) -> JobResult:
         """Run a job that fails and return it.
@@ -118,6 +121,8 @@ class FailingJobs:
             disturb: Makes it fail, while it runs.
             says: Pattern of its first words about the failure, from which time runs; None where
                 nothing can say it, and time runs from the end of *disturb*.
+            before_first_window: Its checkpoint workers do not know their trainers yet and cannot
+                end with them; what is left of it is ended here.
             **options: Of :meth:`JobRunner.run`.
 
         Raises:
@@ -133,8 +138,17 @@ class FailingJobs:
             seconds = time.monotonic() - named
         assert seconds < SECONDS_TO_END, (name, seconds)
         self.ended.append(FailedJob(job=result, seconds=seconds))
+        if before_first_window:
+            end_what_is_left(self._jobs.directory)
         assert_none_left(self._jobs.directory)
         return result
+
+
+def end_what_is_left(directory: Path) -> None:
+    """Kill the processes of jobs that stay behind."""
+    for process in _processes_with_output_in(directory):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def assert_none_left(directory: Path) -> None:

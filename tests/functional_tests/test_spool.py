@@ -72,6 +72,7 @@ def test_killed_dump_leaves_nothing_and_ends_as_one_in_memory(
         arguments(5000, 2000),
         disturb=kill_rank,
         says=None,
+        before_first_window=True,
         ranks=CASE.ranks,
     )
     assert os.listdir(spools) == []
@@ -108,7 +109,11 @@ def test_full_spool_ends_the_job(
         resource.prlimit(max(held), resource.RLIMIT_FSIZE, (1 << 19, 1 << 19))
 
     job = failing_jobs.run(
-        "dump-with-a-full-spool", arguments, disturb=limit_files, ranks=CASE.ranks
+        "dump-with-a-full-spool",
+        arguments,
+        disturb=limit_files,
+        before_first_window=True,
+        ranks=CASE.ranks,
     )
     found = re.search(
         r"LogitsWriteError: Samples (\d+) to (\d+) of the logits dump could not be kept.*"
