@@ -102,8 +102,9 @@ class S3Server:
         binary = _binary()
         assert binary is not None
         command = [binary, "serve", "s3", "--addr", f"127.0.0.1:{self.port}"]
-        # What a test writes beside the server must show at once.
-        command += ["--dir-cache-time", "0", "--config", "", str(self.objects.parent)]
+        # What a test writes beside the server must show at once. Not 0: the server would forget
+        # each folder in a loop without a pause, and now and then never answer again.
+        command += ["--dir-cache-time", "1ms", "--config", "", str(self.objects.parent)]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 ["sh", "-c", _UNTIL_END_OF_INPUT, "sh", *command],
