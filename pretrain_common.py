@@ -409,4 +409,5 @@ def _loss_function(args: argparse.Namespace) -> LossFunction:
         msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
         ignore_hash=args.logits_load_ignore_hash,
         max_skipped_share=args.logits_load_max_skipped_share,
+        max_ahead_bytes=args.logits_load_max_ahead_bytes,
     )

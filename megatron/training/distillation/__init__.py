@@ -7,9 +7,10 @@ stream them back and train with ``alpha * kd_loss + (1 - alpha) * lm_loss``.
 Map of the package, from the ground up:
 
 * ``errors``: one named error per way in which a cache can be wrong.
-* ``utils``, ``payload``: the shared contract, pure. Tar format and resharding arithmetic; index bit
-  packing and the codec. ``shard_meta`` is a shard's metadata with its seal (``shard_content``) and
-  the ``manifest`` of its run, which ``run_manifest`` and ``tokenizer_fingerprint`` fill in.
+* ``utils``, ``payload``, ``packed_rows``: the shared contract, pure. Tar format and resharding
+  arithmetic; index bit packing and the codec; rows as stored and as sent. ``shard_meta`` is a
+  shard's metadata with its seal (``shard_content``) and the ``manifest`` of its run, which
+  ``run_manifest`` and ``tokenizer_fingerprint`` fill in.
 * ``storage``: local and ``msc://`` file verbs; ``object_store`` has those of the multi-storage
   client, and ``store_errors`` and ``storage_retry`` decide what is tried again.
 * ``parallel``: ranks, sizes and groups as one value, and the collectives over them.
@@ -34,8 +35,9 @@ Map of the package, from the ground up:
 * ``logits_saver``: the teacher side, attached to a model by the trainer.
 * ``cached_logits_loss``: the student side, called as the model's loss; ``student_capture`` is
   attached to the model, ``cached_kd_loss`` gives every microbatch its targets and its loss,
-  ``target_stream`` reads in a loader process, and ``agreed_targets`` lets
-  the ranks decide together on what was read.
+  ``target_stream`` reads in a loader process (``background_iterator``), ``target_feed`` gives
+  every rank of a replica its part of it (``replica_message``), and ``agreed_targets`` lets the
+  ranks decide together on what was read.
 
 The public names are resolved on first use, so that the checkpoint worker can import
 ``write_watch`` and ``shard_writer`` alone.

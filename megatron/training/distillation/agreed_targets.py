@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets the ranks of a pipeline stage agree on whether an iteration has targets.
 
-Each rank reads for itself; what one of them cannot read, or what is not for its batch, none of them
-uses.
+Each tensor x context parallel replica has its own; what one of them cannot read, or what is not for
+the batch of one rank, none of the stage uses.
 """
 
 import enum
@@ -17,8 +17,8 @@ from megatron.training.distillation.errors import (
     TeacherDataMissingError,
 )
 from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE, SkippedSteps
-from megatron.training.distillation.target_stream import TargetStream
-from megatron.training.distillation.targets import IterationFailure, IterationTargets
+from megatron.training.distillation.target_feed import OpenIteration, TargetFeed
+from megatron.training.distillation.targets import IterationFailure
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _READ, _UNPROVEN, _UNREADABLE, _ABSENT, _FATAL, _OTHER_CONTENT = range(6)
 
 
 class Content(enum.Enum):
-    """What a rank knows of the content of the targets it has read."""
+    """What a rank knows of the content of the targets it has."""
 
     PROVEN = enum.auto()
     """They are for the tokens of its batch."""
@@ -42,7 +42,7 @@ _OF_CONTENT = {
     Content.UNPROVEN: _UNPROVEN,
     Content.DIFFERS: _OTHER_CONTENT,
 }
-Compare = Callable[[IterationTargets], tuple[Content, str]]
+Compare = Callable[[OpenIteration], tuple[Content, str]]
 """Compares an iteration's targets with the batch; the text says what was found."""
 
 
@@ -51,7 +51,7 @@ class AgreedTargets:
 
     Args:
         logprobs_dir: Directory of the cache, a local path or ``msc://`` URL.
-        stream: What this rank reads.
+        feed: Gives this rank what was read for it.
         layout: This rank's place.
         ignore_errors: Answer None for iterations whose data cannot be read, instead of raising.
         max_skipped_share: With *ignore_errors*, the share of iterations above which all ranks stop.
@@ -60,7 +60,7 @@ class AgreedTargets:
     def __init__(
         self,
         logprobs_dir: str,
-        stream: TargetStream,
+        feed: TargetFeed,
         layout: parallel.ParallelLayout,
         *,
         ignore_errors: bool,
@@ -68,7 +68,7 @@ class AgreedTargets:
     ) -> None:
         self._steps = SkippedSteps(max_skipped_share)
         self._logprobs_dir = logprobs_dir
-        self._stream = stream
+        self._feed = feed
         self._layout = layout
         self._ignore_errors = ignore_errors
         self._has_listing = False
@@ -79,8 +79,10 @@ class AgreedTargets:
         """Iterations that were trained without targets."""
         return self._steps.skipped
 
-    def agree_on(self, start_sample: int, compare: Compare) -> IterationTargets | None:
-        """Fetch an iteration's targets on this rank and agree on using them.
+    def agree_on(
+        self, start_sample: int, microbatch: int, compare: Compare
+    ) -> OpenIteration | None:
+        """Open an iteration on this rank and agree on using its targets.
 
         Collective over TP x CP x DP of the stage: every rank must call. The directory is listed at
         the first call, and again when the ranks agree that the targets are not there: a running
@@ -88,7 +90,8 @@ class AgreedTargets:
 
         Args:
             start_sample: First global sample of the iteration.
-            compare: Compares what was read with the batch, before it is used; no collectives.
+            microbatch: The one that the iteration begins with here.
+            compare: Compares what was read for that one with the batch; no collectives.
 
         Raises:
             TeacherContentError: The targets of any rank are for other tokens than its batch.
@@ -100,15 +103,15 @@ class AgreedTargets:
             if problem:
                 raise TeacherDataError(problem)
             self._has_listing = True
-        item, worst, details = self._fetch(start_sample, compare)
+        item, worst, details = self._open(start_sample, microbatch, compare)
         if worst == _ABSENT:
             problem = self._agree_on_listing()
             if problem:
                 details = f"{details}\n{problem}"
             else:
-                item, worst, details = self._fetch(start_sample, compare)
+                item, worst, details = self._open(start_sample, microbatch, compare)
         if worst <= _UNPROVEN:
-            assert isinstance(item, IterationTargets)
+            assert isinstance(item, OpenIteration)
             if worst == _UNPROVEN:
                 self._tell_unproven(start_sample, details)
             self._count(start_sample, skipped=False)
@@ -167,7 +170,7 @@ class AgreedTargets:
                 logger.exception("%s", problem)
         names, problem = parallel.from_speaker((names, problem), self._layout)
         if not problem:
-            self._stream.use_listing(names)
+            self._feed.stream.use_listing(names)
         return problem
 
     def _tell_unproven(self, start_sample: int, details: str) -> None:
@@ -184,15 +187,15 @@ class AgreedTargets:
                 details,
             )
 
-    def _fetch(
-        self, start_sample: int, compare: Compare
-    ) -> tuple[IterationTargets | IterationFailure, int, str]:
-        """Fetch an iteration's targets on this rank; return them, the worst case and its details.
+    def _open(
+        self, start_sample: int, microbatch: int, compare: Compare
+    ) -> tuple[OpenIteration | IterationFailure, int, str]:
+        """Open an iteration; return what this rank has of it, the worst case and its details.
 
-        Collective over TP x CP x DP of the stage: every rank must call.
+        Collective over TP x CP, then over TP x CP x DP of the stage: every rank must call.
         """
-        item = self._stream.iteration(start_sample)
-        if isinstance(item, IterationTargets):
+        item = self._feed.open(start_sample, microbatch)
+        if isinstance(item, OpenIteration):
             content, detail = compare(item)
             code = _OF_CONTENT[content]
             if code == _UNPROVEN and self._told_unproven:

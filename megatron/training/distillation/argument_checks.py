@@ -92,6 +92,11 @@ def _load_problems(args: argparse.Namespace) -> list[str]:
             f"--logits-load-kd-loss-alpha is {args.logits_load_kd_loss_alpha}: give a weight in "
             "[0, 1]; 1 trains on the distillation loss alone."
         )
+    if args.logits_load_max_ahead_bytes < 1:
+        problems.append(
+            f"--logits-load-max-ahead-bytes is {args.logits_load_max_ahead_bytes}: give a number "
+            "of bytes of at least 1, such as 2147483648 for 2 GiB."
+        )
     if not 0.0 <= args.logits_load_max_skipped_share <= 1.0:
         problems.append(
             f"--logits-load-max-skipped-share is {args.logits_load_max_skipped_share}: give a "

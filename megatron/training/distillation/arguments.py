@@ -17,6 +17,7 @@ from megatron.training.distillation.backlog import DEFAULT_MAX_WAITING_BYTES
 from megatron.training.distillation.manifest import ExpectedRun, RunManifest
 from megatron.training.distillation.run_manifest import run_manifest
 from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE
+from megatron.training.distillation.targets import DEFAULT_MAX_AHEAD_BYTES
 from megatron.training.global_vars import (
     get_args,
     get_tensorboard_writer,
@@ -135,6 +136,17 @@ FLAGS = (
             "default": 2,
             "metavar": "N",
             "help": "Student: whole shards fetched ahead from an object store. Default: 2.",
+        },
+    ),
+    Flag(
+        name="--logits-load-max-ahead-bytes",
+        options={
+            "type": int,
+            "default": DEFAULT_MAX_AHEAD_BYTES,
+            "metavar": "BYTES",
+            "help": "Student: bytes of decoded log-probabilities that a rank which reads may hold "
+            "ahead of training; fewer iterations are decoded ahead where they would take more. "
+            f"Default: {DEFAULT_MAX_AHEAD_BYTES} (2 GiB).",
         },
     ),
     Flag(

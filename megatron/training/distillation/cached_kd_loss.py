@@ -10,13 +10,14 @@ from megatron.training.distillation import arguments, parallel
 from megatron.training.distillation.agreed_targets import AgreedTargets, Content
 from megatron.training.distillation.content_proof import ContentProof
 from megatron.training.distillation.packed_layout import is_packed, pack_samples
-from megatron.training.distillation.payload import TeacherRows
+from megatron.training.distillation.packed_rows import PackedRows
 from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE
 from megatron.training.distillation.sparse_kl import sparse_kl, sparse_kl_and_cross_entropy
 from megatron.training.distillation.student_capture import MicrobatchLosses
 from megatron.training.distillation.student_report import StudentReport
+from megatron.training.distillation.target_feed import OpenIteration, TargetFeed
 from megatron.training.distillation.target_stream import StreamOptions, TargetStream
-from megatron.training.distillation.targets import IterationTargets, LoadLayout
+from megatron.training.distillation.targets import DEFAULT_MAX_AHEAD_BYTES, LoadLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,6 +52,7 @@ class CachedLogitsKDLoss:
         ignore_hash: Accept shards of another run identity.
         ignore_errors: Answer None for iterations whose data cannot be read, instead of raising.
         max_skipped_share: With *ignore_errors*, the share of iterations above which all ranks stop.
+        max_ahead_bytes: Bytes of decoded rows that a rank which reads may hold ahead of training.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class CachedLogitsKDLoss:
         ignore_hash: bool = False,
         ignore_errors: bool = False,
         max_skipped_share: float = DEFAULT_MAX_SHARE,
+        max_ahead_bytes: int = DEFAULT_MAX_AHEAD_BYTES,
     ) -> None:
         self.logprobs_dir = logprobs_dir
         self._settings = arguments.RunSettings.from_global_args()
@@ -68,7 +71,8 @@ class CachedLogitsKDLoss:
         seq_length = self._settings.seq_length
         if seq_length is None:
             raise ValueError("A student needs the length of its samples: set --seq-length.")
-        self._stream = TargetStream(
+        device = parallel.targets_device(self._layout)
+        stream = TargetStream(
             StreamOptions(
                 logprobs_dir=logprobs_dir,
                 expected_identifiers=self._settings.expected_run(
@@ -77,20 +81,25 @@ class CachedLogitsKDLoss:
                 decode_threads=decode_threads,
                 decode_lookahead=None,
                 msc_prefetch_depth=msc_prefetch_depth,
+                max_ahead_bytes=max_ahead_bytes,
             ),
             LoadLayout(
                 dp_rank=self._layout.dp_rank,
                 dp_size=self._layout.dp_size,
                 mbs=self._settings.micro_batch_size,
                 gbs=self._settings.global_batch_size,
-                cp_rank=self._layout.cp_rank,
+                cp_rank=None,  # of all of them, one rank reads
                 cp_size=self._layout.cp_size,
                 seq_length=seq_length,
             ),
+            device=device,
+        )
+        self._feed = TargetFeed(
+            stream, self._layout, gbs=self._settings.global_batch_size, device=device
         )
         self._agreed = AgreedTargets(
             logprobs_dir,
-            self._stream,
+            self._feed,
             self._layout,
             ignore_errors=ignore_errors,
             max_skipped_share=max_skipped_share,
@@ -104,7 +113,7 @@ class CachedLogitsKDLoss:
             "tp_group": self._layout.tp_group,
         }
         self._position: tuple[int, int] | None = None
-        self._targets: IterationTargets | None = None
+        self._targets: OpenIteration | None = None
         self._next_microbatch = 0
         self._microbatches_seen = 0
 
@@ -124,11 +133,11 @@ class CachedLogitsKDLoss:
     ) -> torch.Tensor | None:
         """Return the loss of the next microbatch.
 
-        Collective over TP for the loss, and over CP for its labels. Collective over the whole
-        pipeline stage at the first microbatch of an iteration, where the ranks agree on whether it
-        has targets for this batch, and at the last of several, where they agree on whether those of
-        the others were for theirs. A microbatch after the first whose targets are for other tokens
-        has no loss and no gradient.
+        Collective over TP for the loss, over CP for its labels, and over TP x CP for the targets,
+        which one rank of these reads. Collective over the whole pipeline stage at the first
+        microbatch of an iteration, where the ranks agree on whether it has targets for this batch,
+        and at the last of several, where they agree on whether those of the others were for theirs.
+        A microbatch after the first whose targets are for other tokens has no loss and no gradient.
 
         Args:
             student_logits: ``(S / cp, B, V / tp)``, or ``(B * S, 1, V / tp)`` where the samples of
@@ -212,12 +221,12 @@ class CachedLogitsKDLoss:
         if self._targets is None:
             return None
         if microbatch_idx is None:
-            microbatch_idx = self._next_microbatch % len(self._targets.microbatches)
+            microbatch_idx = self._next_microbatch % self._targets.microbatches
             self._next_microbatch = microbatch_idx + 1
-        rows = self._targets.microbatches[microbatch_idx]
+        rows = self._feed.take(microbatch_idx)
         differs = None if is_first else self._proof.defer(microbatch_idx, rows, batch)
         self._microbatches_seen += 1
-        if self._microbatches_seen == len(self._targets.microbatches):
+        if self._microbatches_seen == self._targets.microbatches:
             self._microbatches_seen = 0
             self._proof.settle(position[1])
         return self._like_logits(rows, logits, differs)
@@ -230,31 +239,29 @@ class CachedLogitsKDLoss:
         Collective over TP x CP x DP of the stage: every rank must call.
         """
 
-        def compare(targets: IterationTargets) -> tuple[Content, str]:
-            return self._proof.compare(
-                targets.start, microbatch, targets.microbatches[microbatch], batch
-            )
+        def compare(targets: OpenIteration) -> tuple[Content, str]:
+            return self._proof.compare(targets.start, microbatch, targets.first, batch)
 
         self._proof.forget()
-        self._targets = self._agreed.agree_on(position[1], compare)
+        self._targets = self._agreed.agree_on(position[1], microbatch, compare)
         self._position = position
         self._next_microbatch = self._microbatches_seen = 0
         self._report.begin(
             position[0] + 1,
-            microbatches=0 if self._targets is None else len(self._targets.microbatches),
+            microbatches=0 if self._targets is None else self._targets.microbatches,
             skipped=self.skipped_iterations,
-            wait=self._stream.take_wait(),
+            wait=self._feed.wait,
         )
 
     def _like_logits(
-        self, rows: TeacherRows, logits: torch.Tensor, differs: torch.Tensor | None
+        self, packed_rows: PackedRows, logits: torch.Tensor, differs: torch.Tensor | None
     ) -> "_Targets":
         """Return the targets of a microbatch on the device and in the layout of *logits*.
 
         Raises:
             ValueError: The logits are not those of these samples.
         """
-        positions, micro_batch_size = rows.values.shape[:2]
+        positions, micro_batch_size = packed_rows.values.shape[:2]
         packed = is_packed(
             logits,
             positions=positions,
@@ -266,6 +273,7 @@ class CachedLogitsKDLoss:
             part = part.to(logits.device, non_blocking=True)
             return pack_samples(part) if packed else part
 
+        rows = packed_rows.unpack()
         tail = rows.tail_logprob
         return _Targets(
             values=place(rows.values),

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from megatron.training.distillation import arguments
 from megatron.training.distillation.cached_kd_loss import CachedLogitsKDLoss
 from megatron.training.distillation.errors import TeacherDataExhaustedError
-from megatron.training.distillation.payload import TeacherRows
+from megatron.training.distillation.packed_rows import TeacherRows
 from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE
 from megatron.training.distillation.sparse_kl import sparse_kl_share
 from megatron.training.distillation.student_capture import (
@@ -29,7 +29,11 @@ from megatron.training.distillation.student_capture import (
     StudentLogitsCapture as StudentLogitsCapture,
 )
 from megatron.training.distillation.target_stream import StreamOptions
-from megatron.training.distillation.targets import IterationFailure, LoadLayout
+from megatron.training.distillation.targets import (
+    DEFAULT_MAX_AHEAD_BYTES,
+    IterationFailure,
+    LoadLayout,
+)
 from megatron.training.global_vars import get_args
 
 TeacherIteration = tuple[int, list[torch.Tensor], list[torch.Tensor]]
@@ -46,6 +50,7 @@ class LossFuncCallable:
         msc_prefetch_depth: Whole shards fetched ahead from an object store.
         ignore_hash: Accept shards of another run identity.
         max_skipped_share: With *ignore_errors*, the share of iterations above which all ranks stop.
+        max_ahead_bytes: Bytes of decoded rows that a rank which reads may hold ahead of training.
 
     Raises:
         ValueError: *kd_loss_alpha* is outside [0, 1].
@@ -60,6 +65,7 @@ class LossFuncCallable:
         msc_prefetch_depth: int = 2,
         ignore_hash: bool = False,
         max_skipped_share: float = DEFAULT_MAX_SHARE,
+        max_ahead_bytes: int = DEFAULT_MAX_AHEAD_BYTES,
     ) -> None:
         if not 0.0 <= kd_loss_alpha <= 1.0:
             raise ValueError(f"kd_loss_alpha is {kd_loss_alpha}: expected a weight in [0, 1].")
@@ -71,6 +77,7 @@ class LossFuncCallable:
             "ignore_hash": ignore_hash,
             "ignore_errors": ignore_errors,
             "max_skipped_share": max_skipped_share,
+            "max_ahead_bytes": max_ahead_bytes,
         }
         self.kd_func: CachedLogitsKDLoss | None = None
         compute_losses_with(self._losses)

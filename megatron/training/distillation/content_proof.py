@@ -19,7 +19,7 @@ from megatron.training.distillation.fingerprint import (
     LabelFingerprinter,
     differing_chunks,
 )
-from megatron.training.distillation.payload import TeacherRows
+from megatron.training.distillation.packed_rows import PackedRows
 
 _NO_LABELS = (
     "this model calls no compute_language_model_loss in training, so the labels of its batches are "
@@ -70,7 +70,7 @@ class ContentProof:
         return parallel.sum_over_context(self._fingerprint(labels), self._layout)
 
     def compare(
-        self, start: int, microbatch: int, rows: TeacherRows, batch: torch.Tensor | None
+        self, start: int, microbatch: int, rows: PackedRows, batch: torch.Tensor | None
     ) -> tuple[Content, str]:
         """Compare a microbatch of the iteration from sample *start* on now; say what was found."""
         if batch is None:
@@ -83,7 +83,7 @@ class ContentProof:
         return Content.DIFFERS, self._describe(start, microbatch, differs)
 
     def defer(
-        self, microbatch: int, rows: TeacherRows, batch: torch.Tensor | None
+        self, microbatch: int, rows: PackedRows, batch: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Compare a microbatch on the device of *batch* and keep it for :meth:`settle`.
 

@@ -228,11 +228,11 @@ class LegacyShard(OpenShard):
         if len(kinds) > 1:
             raise CacheFormatError(f"its microbatches differ in (S, mbs) or dtype: {kinds}")
         self._check_batch_sizes(len(values), values[0].shape[1])
-        bit_17 = np.packbits(_join(high, True).numpy())
+        high_bits = np.packbits(_join(high, True).numpy(), axis=-1)
         return PackedRows(
             values=_join(values, LOGPROB_SENTINEL),
             indices_low=_join([ids.view(torch.int16) for ids in low], -1).view(torch.uint16),
-            bit_17=torch.from_numpy(bit_17),
+            high_bits=torch.from_numpy(high_bits),
             tail_logprob=None,
         )
 

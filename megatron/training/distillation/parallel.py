@@ -4,6 +4,7 @@
 This is the only module of the package that reads ``megatron.core.parallel_state``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ class ParallelLayout:
         cp_rank: Rank in the context parallel group.
         cp_size: Size of the context parallel group.
         cp_group: The context parallel group.
+        replica_group: The tensor x context parallel ranks that train on the same samples, in the
+            order of their context parallel ranks, those of one by tensor parallel rank.
         dp_rank: Data parallel rank, without context parallelism; it decides which samples.
         dp_size: Data parallel size, without context parallelism.
         stage_group: All ranks of this pipeline stage: tensor x context x data parallel.
@@ -36,6 +39,7 @@ class ParallelLayout:
     cp_rank: int
     cp_size: int
     cp_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup
     dp_rank: int
     dp_size: int
     stage_group: dist.ProcessGroup
@@ -44,6 +48,16 @@ class ParallelLayout:
     def speaks_for_stage(self) -> bool:
         """Whether this rank is the one that logs what all ranks of the stage know."""
         return self.tp_rank == self.cp_rank == self.dp_rank == 0
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that train on the same samples: tensor x context parallel."""
+        return self.tp_size * self.cp_size
+
+    @property
+    def reads_for_replica(self) -> bool:
+        """Whether this rank is the one that reads for the ranks that train on the same samples."""
+        return self.tp_rank == self.cp_rank == 0
 
     @classmethod
     def from_parallel_state(cls) -> "ParallelLayout":
@@ -56,6 +70,7 @@ class ParallelLayout:
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=parallel_state.get_context_parallel_world_size(),
             cp_group=parallel_state.get_context_parallel_group(),
+            replica_group=parallel_state.get_tensor_and_context_parallel_group(),
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
             stage_group=parallel_state.get_tensor_and_data_parallel_group(
@@ -147,6 +162,45 @@ def from_speaker[T](value: T, layout: ParallelLayout) -> T:
     speaker = dist.get_global_rank(layout.stage_group, 0)
     dist.broadcast_object_list(box, src=speaker, group=layout.stage_group)
     return box[0]
+
+
+def from_replica_reader(
+    nbytes: int, parts: Sequence[torch.Tensor] | None, layout: ParallelLayout
+) -> tuple[torch.Tensor, dist.Work]:
+    """Begin to send every rank of a replica its part from the rank that reads.
+
+    Collective over TP x CP: every rank must call. Ranks that all need the same part (no context
+    parallelism) get it by one broadcast; otherwise each is sent its own by one scatter.
+
+    Args:
+        nbytes: Size of a part, the same on every rank.
+        parts: On the rank that reads, one uint8 tensor ``(nbytes,)`` per context parallel rank, on
+            :func:`targets_device`, which nobody changes any more. None elsewhere.
+        layout: This rank's place.
+
+    Returns:
+        This rank's part, which may be one of *parts*, and the work that it is filled after.
+    """
+    group = layout.replica_group
+    reader = dist.get_global_rank(group, 0)
+    if layout.cp_size == 1 and parts is not None:
+        room = parts[0]
+    else:
+        room = torch.empty(nbytes, dtype=torch.uint8, device=targets_device(layout))
+    if layout.cp_size == 1:
+        work = dist.broadcast(room, src=reader, group=group, async_op=True)
+    else:
+        each = None
+        if parts is not None:
+            each = [part for part in parts for _ in range(layout.tp_size)]
+        work = dist.scatter(room, each, src=reader, group=group, async_op=True)
+    assert work is not None
+    return room, work
+
+
+def targets_device(layout: ParallelLayout) -> torch.device:
+    """Return the device that this rank's targets travel to, with a replica's collectives or not."""
+    return _collective_device(layout.stage_group) if dist.is_initialized() else torch.device("cpu")
 
 
 def worst_over_stage(code: int, detail: str, layout: ParallelLayout) -> tuple[int, str]:

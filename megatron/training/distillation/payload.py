@@ -8,7 +8,6 @@ import io
 import pickle
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,12 @@ import zstandard
 
 from megatron.training.distillation.errors import CacheFormatError
 from megatron.training.distillation.fingerprint import CHUNK, chunk_count
+from megatron.training.distillation.packed_rows import (
+    PackedRows,
+    TeacherRows,
+    bits_by_token,
+    join_halves,
+)
 
 FORMAT_VERSION = 2
 LOGPROB_SENTINEL = -1000.0
@@ -74,83 +79,7 @@ def v2_pack_indices(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def v2_unpack_indices(low: torch.Tensor, bit_17: torch.Tensor) -> torch.Tensor:
     """Undo :func:`v2_pack_indices`: int64 ids shaped like *low*; -1 comes back as 131071."""
     bits = np.unpackbits(bit_17.numpy(), count=low.numel()).reshape(low.shape)
-    return torch.from_numpy(_join_ids(low.numpy(), bits)).long()
-
-
-def _join_ids(low: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """Return int32 ids from uint16 low halves and the 0/1 bits above them."""
-    halves = np.empty((*low.shape, 2), "<u2")
-    halves[..., 0] = low
-    halves[..., 1] = bits
-    return halves.view("<i4")[..., 0]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TeacherRows:
-    """Decoded targets of *n* samples: K entries per token, sorted by falling log-probability."""
-
-    values: torch.Tensor
-    """``(S, n, K)`` log-probabilities, fp16, bf16 or fp32; -1000.0 marks a masked entry."""
-    indices: torch.Tensor
-    """``(S, n, K)`` int32 token ids."""
-    tail_logprob: torch.Tensor | None = None
-    """``(S, n)`` fp32 log of the mass outside the K entries; None where the cache has none."""
-    label_fingerprints: torch.Tensor | None = None
-    """``(C, n)`` int64 fingerprints of the labels the teacher saw, of the leading chunks that can
-    be compared; of the whole sequence on every context-parallel rank. None where there are none."""
-
-    def pin_memory(self) -> "TeacherRows":
-        """Return the same rows in page-locked memory (a DataLoader's hook)."""
-        tail, fingerprints = self.tail_logprob, self.label_fingerprints
-        return TeacherRows(
-            values=self.values.pin_memory(),
-            indices=self.indices.pin_memory(),
-            tail_logprob=None if tail is None else tail.pin_memory(),
-            label_fingerprints=None if fingerprints is None else fingerprints.pin_memory(),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedRows:
-    """One member's payload as stored: checked, decompressed, ids still packed."""
-
-    values: torch.Tensor
-    """``(S, n, K)`` fp16, bf16 or fp32."""
-    indices_low: torch.Tensor
-    """``(S, n, K)`` uint16."""
-    bit_17: torch.Tensor
-    """``(ceil(S * n * K / 8),)`` uint8."""
-    tail_logprob: torch.Tensor | None
-    """``(S, n)`` fp32, or None."""
-    label_fingerprints: torch.Tensor | None = None
-    """``(ceil(S / 64), n)`` int64, or None."""
-
-    def unpack(
-        self, rows: slice | Sequence[int] | None = None, positions: slice | None = None
-    ) -> "TeacherRows":
-        """Return the selected *rows* (along n) and *positions* (along S), None meaning all.
-
-        Only what is returned is expanded. ``values`` may be a view of this payload. Fingerprints
-        are those of the whole sequence, whatever *positions* are selected.
-        """
-        pick = (
-            slice(None) if positions is None else positions,
-            slice(None) if rows is None else rows,
-        )
-        low, bit_17, k = self.indices_low.numpy(), self.bit_17.numpy(), self.values.shape[-1]
-        if (
-            k % 8 == 0
-        ):  # every token starts on a byte, so the packed bits can be selected like the rest
-            bits = np.unpackbits(bit_17.reshape(*low.shape[:2], k // 8)[pick], axis=-1)
-        else:
-            bits = np.unpackbits(bit_17, count=low.size).reshape(low.shape)[pick]
-        tail, fingerprints = self.tail_logprob, self.label_fingerprints
-        return TeacherRows(
-            values=self.values[pick],
-            indices=torch.from_numpy(_join_ids(low[pick], bits)),
-            tail_logprob=None if tail is None else tail[pick],
-            label_fingerprints=None if fingerprints is None else fingerprints[:, pick[1]],
-        )
+    return torch.from_numpy(join_halves(low.numpy(), bits)).long()
 
 
 def encode_logprobs_payload(
@@ -237,7 +166,7 @@ def decode_packed_rows(data: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Packe
     return PackedRows(
         values=values.detach(),
         indices_low=low.detach(),
-        bit_17=bit_17.detach(),
+        high_bits=bits_by_token(bit_17.detach(), values.shape),
         tail_logprob=None if tail is None else tail.detach(),
         label_fingerprints=None if fingerprints is None else fingerprints.detach(),
     )
@@ -254,7 +183,7 @@ def _check_fingerprints(fingerprints: Any, chunk: Any, shape: Sequence[int]) -> 
     )
 
 
-def decode_teacher_rows(data: bytes, rows: slice | Sequence[int] | None = None) -> "TeacherRows":
+def decode_teacher_rows(data: bytes, rows: slice | Sequence[int] | None = None) -> TeacherRows:
     """Decode the selected *rows* (None: all) of one member; raises CacheFormatError."""
     return decode_packed_rows(data).unpack(rows)
 

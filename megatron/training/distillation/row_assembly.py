@@ -8,17 +8,14 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
+from torch.utils.data import get_worker_info
 
 from megatron.training.distillation.errors import CacheFormatError, TeacherSequenceError
 from megatron.training.distillation.fingerprint import CHUNK, comparable_chunks
-from megatron.training.distillation.payload import (
-    INDEX_SENTINEL,
-    LOGPROB_SENTINEL,
-    PackedRows,
-    TeacherRows,
-)
+from megatron.training.distillation.packed_rows import BlockLayout, PackedRows
+from megatron.training.distillation.payload import LOGPROB_SENTINEL
 from megatron.training.distillation.shard_directory import MemberRows, OpenShard
-from megatron.training.distillation.targets import LoadLayout
+from megatron.training.distillation.targets import IterationTargets, LoadLayout
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +31,7 @@ class RowSource(NamedTuple):
 
 
 class RowAssembler:
-    """Copies selected rows into microbatches: trimmed, sliced for this CP rank, ids unpacked.
+    """Copies selected rows, still packed, into blocks: trimmed, one per microbatch and CP rank.
 
     Safe to use from several threads.
 
@@ -50,11 +47,12 @@ class RowAssembler:
         self._trim_warned = False
 
     def assemble(
-        self, sources: Mapping[Future[PackedRows], list[RowSource]]
-    ) -> tuple[TeacherRows, ...]:
-        """Return one :class:`TeacherRows` ``(S / cp, mbs, K)`` per microbatch.
+        self, start: int, sources: Mapping[Future[PackedRows], list[RowSource]]
+    ) -> IterationTargets:
+        """Return the targets of the iteration from sample *start* on.
 
         Args:
+            start: First global sample of the iteration.
             sources: The decoding of each member, and which of its rows go where.
 
         Raises:
@@ -62,84 +60,99 @@ class RowAssembler:
             TeacherSequenceError: The teacher's sequence length does not suit the student.
         """
         groups = [(job.result(), group) for job, group in sources.items()]
-        values = [payload.values for payload, _ in groups]
-        sequences = sorted({part.shape[0] for part in values})
-        dtypes = sorted({str(part.dtype) for part in values})
+        stored = self._common_length([payload for payload, _ in groups])
+        slices = [self._positions(stored, cp_rank) for cp_rank in self._layout.cp_ranks]
+        blocks = self._block_layout([payload for payload, _ in groups], stored, slices[0])
+        shape = (self._layout.num_microbatches, len(slices), blocks.nbytes)
+        targets = IterationTargets(start=start, layout=blocks, blocks=_room(shape))
+        room = blocks.rows(targets.blocks)
+        for payload, group in groups:
+            for source in _merged(group, self._layout.mbs):
+                for number, chunks in enumerate(slices):
+                    self._copy(payload, source, chunks, room, number)
+        return targets
+
+    def _common_length(self, payloads: list[PackedRows]) -> int:
+        """Return the sequence length of all *payloads*; they must agree on it and the dtype."""
+        sequences = sorted({payload.values.shape[0] for payload in payloads})
+        dtypes = sorted({str(payload.values.dtype) for payload in payloads})
         if len(sequences) > 1 or len(dtypes) > 1:
             raise CacheFormatError(
                 f"The teacher rows of one batch differ in sequence length ({sequences}) or dtype "
                 f"({dtypes}): the cache in {self._cache} mixes dumps. Dump it again."
             )
-        chunks = self._positions(sequences[0])
-        widths = {part.shape[2] for part in values}
-        layout = self._layout
-        shape = (
-            layout.num_microbatches,
-            sum(chunk.stop - chunk.start for chunk in chunks),
-            layout.mbs,
-            max(widths),
-        )
-        out_values = torch.empty(shape, dtype=values[0].dtype)
-        out_indices = torch.empty(shape, dtype=torch.int32)
-        if len(widths) > 1:  # top-P kept different numbers of entries
-            out_values.fill_(LOGPROB_SENTINEL)
-            out_indices.fill_(INDEX_SENTINEL)
-        has_tail = all(payload.tail_logprob is not None for payload, _ in groups)
-        out_tail = torch.empty(shape[:3]) if has_tail else None
-        out_fingerprints = self._room_for_fingerprints(groups, sequences[0])
-        for payload, group in groups:
-            selected = [row for source in group for row in range(source.row_start, source.row_end)]
-            offset = 0
-            for chunk in chunks:
-                part = payload.unpack(_as_slice(selected), chunk)
-                positions = slice(offset, offset + chunk.stop - chunk.start)
-                width = part.values.shape[2]
-                begin = 0
-                for source in _merged(group, layout.mbs):
-                    count = source.row_end - source.row_start
-                    first, column = divmod(source.row, layout.mbs)
-                    blocks = max(1, count // layout.mbs)
-                    to = (
-                        slice(first, first + blocks),
-                        positions,
-                        slice(column, column + count // blocks),
-                    )
-                    rows = slice(begin, begin + count)
-                    out_values[*to, :width] = _by_microbatch(part.values[:, rows], blocks)
-                    out_indices[*to, :width] = _by_microbatch(part.indices[:, rows], blocks)
-                    if out_tail is not None and part.tail_logprob is not None:
-                        out_tail[to] = _by_microbatch(part.tail_logprob[:, rows], blocks)
-                    if out_fingerprints is not None and part.label_fingerprints is not None:
-                        # Of the whole sequence, so the same again for every chunk of this rank.
-                        whole = part.label_fingerprints[: out_fingerprints.size(1), rows]
-                        out_fingerprints[to[0], :, to[2]] = _by_microbatch(whole, blocks)
-                    begin += count
-                offset = positions.stop
-        return tuple(
-            TeacherRows(
-                values=out_values[m],
-                indices=out_indices[m],
-                tail_logprob=None if out_tail is None else out_tail[m],
-                label_fingerprints=None if out_fingerprints is None else out_fingerprints[m],
-            )
-            for m in range(layout.num_microbatches)
+        return sequences[0]
+
+    def _block_layout(
+        self, payloads: list[PackedRows], stored: int, chunks: list[slice]
+    ) -> BlockLayout:
+        """Return the layout of the blocks; only what all *payloads* have has a place in it."""
+        proven = all(payload.label_fingerprints is not None for payload in payloads)
+        return BlockLayout(
+            positions=sum(chunk.stop - chunk.start for chunk in chunks),
+            samples=self._layout.mbs,
+            k=max(payload.values.shape[2] for payload in payloads),
+            dtype=payloads[0].values.dtype,
+            has_tail=all(payload.tail_logprob is not None for payload in payloads),
+            chunks=comparable_chunks(stored, self._layout.seq_length or stored) if proven else 0,
         )
 
-    def _room_for_fingerprints(
-        self, groups: list[tuple[PackedRows, list[RowSource]]], stored: int
-    ) -> torch.Tensor | None:
-        """Return ``(num_microbatches, C, mbs)`` int64 for the chunks that can be compared.
+    def _copy(
+        self,
+        payload: PackedRows,
+        source: RowSource,
+        chunks: list[slice],
+        room: PackedRows,
+        number: int,
+    ) -> None:
+        """Copy the rows of *source* into the blocks of slice *number*.
 
-        None if there are none, or if a member of the batch has no fingerprints.
+        Args:
+            payload: The member.
+            source: Which of its rows go where; whole microbatches, or rows of a single one.
+            chunks: The positions of the slice.
+            room: Views ``(num_microbatches, slices, positions, mbs, ...)`` of all blocks.
+            number: The slice.
         """
-        layout = self._layout
-        chunks = comparable_chunks(stored, layout.seq_length or stored)
-        if chunks == 0 or any(payload.label_fingerprints is None for payload, _ in groups):
-            return None
-        return torch.empty((layout.num_microbatches, chunks, layout.mbs), dtype=torch.int64)
+        mbs = self._layout.mbs
+        rows = slice(source.row_start, source.row_end)
+        first, column = divmod(source.row, mbs)
+        blocks = max(1, (rows.stop - rows.start) // mbs)
+        columns = slice(column, column + (rows.stop - rows.start) // blocks)
 
-    def _positions(self, stored: int) -> list[slice]:
-        """Return this CP rank's positions of a stored sequence: chunks r and 2 * cp - 1 - r."""
+        def fill(into: torch.Tensor, stored: torch.Tensor) -> None:
+            """Copy ``(positions, rows, ...)`` to ``(blocks, positions, columns, ...)``."""
+            stored = stored.unflatten(1, (blocks, -1)).transpose(0, 1)
+            into[first : first + blocks, number, :, columns, ...] = stored
+
+        k, room_k = payload.values.shape[2], room.values.shape[-1]
+        filled = 0
+        for chunk in chunks:
+            at = slice(filled, filled + chunk.stop - chunk.start)
+            filled = at.stop
+            fill(room.values[:, :, at, :, :k], payload.values[chunk, rows])
+            fill(
+                _as_int16(room.indices_low)[:, :, at, :, :k],
+                _as_int16(payload.indices_low)[chunk, rows],
+            )
+            fill(room.high_bits[:, :, at, :, : -(-k // 8)], payload.high_bits[chunk, rows])
+            if room.tail_logprob is not None and payload.tail_logprob is not None:
+                fill(room.tail_logprob[:, :, at], payload.tail_logprob[chunk, rows])
+        if room.label_fingerprints is not None and payload.label_fingerprints is not None:
+            # Of the whole sequence, so the same for every slice.
+            comparable = room.label_fingerprints.shape[2]
+            fill(room.label_fingerprints, payload.label_fingerprints[:comparable, rows])
+        if k < room_k:  # top-P kept fewer entries here than elsewhere
+            place = (slice(first, first + blocks), number, slice(None), columns)
+            room.values[place][..., k:] = LOGPROB_SENTINEL
+            _as_int16(room.indices_low)[place][..., k:] = -1
+            high_bits = room.high_bits[place]
+            high_bits[..., -(-k // 8) :] = 0xFF
+            if k % 8:
+                high_bits[..., k // 8] |= 0xFF >> k % 8
+
+    def _positions(self, stored: int, cp_rank: int) -> list[slice]:
+        """Return a CP rank's positions of a stored sequence: chunks r and 2 * cp - 1 - r."""
         layout = self._layout
         needed = stored if layout.seq_length is None else layout.seq_length
         if stored < needed:
@@ -171,7 +184,7 @@ class RowAssembler:
                 f"A sequence of {needed} tokens cannot be cut into {2 * layout.cp_size} equal "
                 f"chunks, two for each of {layout.cp_size} context-parallel ranks. Change one size."
             )
-        chunks = (layout.cp_rank, 2 * layout.cp_size - 1 - layout.cp_rank)
+        chunks = (cp_rank, 2 * layout.cp_size - 1 - cp_rank)
         return [slice(chunk * length, (chunk + 1) * length) for chunk in chunks]
 
 
@@ -196,13 +209,12 @@ def _merged(sources: list[RowSource], mbs: int) -> Iterator[RowSource]:
         yield last
 
 
-def _by_microbatch(rows: torch.Tensor, blocks: int) -> torch.Tensor:
-    """Cut ``(S, n, ...)`` into *blocks* microbatches ``(blocks, S, n / blocks, ...)``."""
-    return rows.unflatten(1, (blocks, -1)).transpose(0, 1)
+def _as_int16(ids: torch.Tensor) -> torch.Tensor:
+    """Return the same bits as int16, as torch can copy few views of uint16."""
+    return ids.view(torch.int16)
 
 
-def _as_slice(rows: list[int]) -> slice | list[int]:
-    """Return *rows* as a slice where they are consecutive: a view instead of a copy."""
-    if rows == list(range(rows[0], rows[0] + len(rows))):
-        return slice(rows[0], rows[0] + len(rows))
-    return rows
+def _room(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return uint8 memory; a loader process takes it where the trainer can see it as well."""
+    room = torch.empty(shape, dtype=torch.uint8)
+    return room if get_worker_info() is None else room.share_memory_()

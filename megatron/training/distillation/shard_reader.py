@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import (
@@ -26,11 +26,12 @@ from megatron.training.distillation.errors import (
 )
 from megatron.training.distillation.legacy import open_directory
 from megatron.training.distillation.manifest import ExpectedRun
-from megatron.training.distillation.payload import PackedRows, TeacherRows
+from megatron.training.distillation.packed_rows import PackedRows
 from megatron.training.distillation.row_assembly import RowAssembler, RowSource
 from megatron.training.distillation.shard_company import ShardCompany
 from megatron.training.distillation.shard_directory import MemberRows, OpenShard, ShardDirectory
 from megatron.training.distillation.targets import (
+    DEFAULT_MAX_AHEAD_BYTES,
     IterationFailure,
     IterationTargets,
     LoadLayout,
@@ -54,7 +55,10 @@ class TeacherRowReader:
             data identifiers alone; None accepts any shard.
         decode_threads: Threads that read and decode members.
         decode_lookahead: Iterations decoded ahead of the one handed out; None means as many as
-            there are threads, and none with a single thread. Each holds this rank's decoded rows.
+            there are threads, and none with a single thread.
+        max_ahead_bytes: Bytes that decoded rows may take: members, and the iterations made of them.
+            Fewer iterations are decoded ahead where they would take more, down to none.
+        held_iterations: Iterations that the caller keeps, which count as well.
         msc_prefetch_depth: Following shards of an object store that start to download ahead, per
             saved DP rank. Without an MSC cache they are held in memory.
         names: The directory's listing, which is then never renewed; None lists it at the start of a
@@ -70,6 +74,8 @@ class TeacherRowReader:
         decode_threads: int = 4,
         decode_lookahead: int | None = None,
         msc_prefetch_depth: int = 2,
+        max_ahead_bytes: int = DEFAULT_MAX_AHEAD_BYTES,
+        held_iterations: int = 1,
         names: Sequence[str] | None = None,
     ) -> None:
         self.logprobs_dir = logprobs_dir
@@ -80,7 +86,23 @@ class TeacherRowReader:
             decode_lookahead = self.decode_threads if self.decode_threads > 1 else 0
         self.decode_lookahead = max(0, decode_lookahead)
         self.msc_prefetch_depth = max(0, msc_prefetch_depth)
+        self.max_ahead_bytes = max_ahead_bytes
+        self.held_iterations = held_iterations
         self.names = names
+
+    def lookahead(self, iteration_bytes: int, member_bytes: int) -> int:
+        """Return how many iterations to decode ahead of the next one.
+
+        Args:
+            iteration_bytes: Size of an iteration's rows; 0 if it is not known yet.
+            member_bytes: Size of the decoded members that it is made of.
+        """
+        if iteration_bytes == 0:
+            return 0
+        left = self.max_ahead_bytes - self.held_iterations * iteration_bytes
+        # The next one itself is being decoded as well.
+        fitting = left // (iteration_bytes + member_bytes) - 1
+        return max(0, min(self.decode_lookahead, fitting))
 
     def iterations(self, start_sample: int) -> Iterator[IterationTargets | IterationFailure]:
         """Yield one item per iteration of the student, from the one that starts at *start_sample*.
@@ -100,6 +122,14 @@ class TeacherRowReader:
             yield from stream.run(start_sample)
 
 
+class _Pending(NamedTuple):
+    """An iteration that is being decoded, and the members that it is made of."""
+
+    start: int
+    job: Future[IterationTargets]
+    members: Sequence[Future[PackedRows]]
+
+
 class _RowStream:
     """The open files, threads and decoded members behind one pass over a cache."""
 
@@ -111,8 +141,9 @@ class _RowStream:
         self._shards: dict[ShardName, OpenShard] = {}
         self._prefetched: dict[ShardName, BinaryIO] = {}
         self._payloads: dict[tuple[ShardName, int], tuple[int, Future[PackedRows]]] = {}
-        self._pending: deque[tuple[int, Future[tuple[TeacherRows, ...]]]] = deque()
+        self._pending: deque[_Pending] = deque()
         self._next = 0
+        self._iteration_bytes = self._member_bytes = 0
         self._assembler = RowAssembler(reader.layout, directory.path)
         self._company = ShardCompany(reader.expected_run)
 
@@ -121,7 +152,8 @@ class _RowStream:
         gbs = self._layout.gbs
         self._next = start
         while True:
-            error = self._work_ahead(self._reader.decode_lookahead)
+            count = self._reader.lookahead(self._iteration_bytes, self._member_bytes)
+            error = self._work_ahead(count)
             if error is not None and not self._pending and self._reader.names is None:
                 # Its turn has come, and a running teacher may have written it since.
                 error = self._relist() or self._work_ahead(0)
@@ -131,7 +163,7 @@ class _RowStream:
                 item = IterationFailure(start=self._next, error=error, fatal=fatal)
                 self._next += gbs
             else:
-                item = self._finish(*self._pending.popleft())
+                item = self._finish(self._pending.popleft())
             self._forget_before(item.start + gbs)
             yield item
             if isinstance(item, IterationFailure) and (
@@ -145,22 +177,21 @@ class _RowStream:
         """Submit iterations until *count* wait behind the next one; return what stopped it."""
         while len(self._pending) <= count:
             try:
-                job = self._submit(self._next)
+                self._pending.append(self._submit(self._next))
             except _BATCH_ERRORS as error:
                 return error
-            self._pending.append((self._next, job))
             self._next += self._layout.gbs
         return None
 
-    @staticmethod
-    def _finish(
-        start: int, job: Future[tuple[TeacherRows, ...]]
-    ) -> IterationTargets | IterationFailure:
+    def _finish(self, pending: _Pending) -> IterationTargets | IterationFailure:
         try:
-            return IterationTargets(start=start, microbatches=job.result())
+            targets = pending.job.result()
         except _BATCH_ERRORS as error:
             fatal = isinstance(error, _FATAL_ERRORS)
-            return IterationFailure(start=start, error=error, fatal=fatal)
+            return IterationFailure(start=pending.start, error=error, fatal=fatal)
+        self._iteration_bytes = targets.blocks.nbytes
+        self._member_bytes = sum(member.result().nbytes for member in pending.members)
+        return targets
 
     def close(self) -> None:
         """Wait for running decodes and close all files."""
@@ -169,7 +200,7 @@ class _RowStream:
 
     # ---- finding rows --------------------------------------------------------------------
 
-    def _submit(self, start: int) -> Future[tuple[TeacherRows, ...]]:
+    def _submit(self, start: int) -> _Pending:
         """Find all rows of an iteration, then start their decoding.
 
         The job that assembles them waits for jobs submitted before it, so it cannot block them.
@@ -177,7 +208,8 @@ class _RowStream:
         groups: dict[Future[PackedRows], list[RowSource]] = {}
         for source in list(self._find_rows(start)):
             groups.setdefault(self._payload(source.shard, source.member), []).append(source)
-        return self._pool.submit(self._assembler.assemble, groups)
+        job = self._pool.submit(self._assembler.assemble, start, groups)
+        return _Pending(start, job, list(groups))
 
     def _find_rows(self, start: int) -> Iterator[RowSource]:
         layout, directory = self._layout, self._directory

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams one rank's teacher targets through a DataLoader, ahead of training.
+"""Streams one rank's teacher targets, read and decoded ahead of training.
 
 Nothing here communicates between ranks: :class:`TargetStream` answers what this rank can read, and
 its caller lets the ranks agree on what to do about a failure.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +16,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from megatron.training.distillation import storage
+from megatron.training.distillation.background_iterator import BackgroundIterator
 from megatron.training.distillation.errors import TeacherDataError
 from megatron.training.distillation.manifest import ExpectedRun
 from megatron.training.distillation.shard_reader import TeacherRowReader
 from megatron.training.distillation.targets import (
+    DEFAULT_MAX_AHEAD_BYTES,
     IterationFailure,
     IterationTargets,
     LoadLayout,
@@ -26,7 +29,12 @@ from megatron.training.distillation.targets import (
 
 logger = logging.getLogger(__name__)
 
-PREFETCHED_ITERATIONS = 2
+# A process of its own decodes, and a thread here takes what it has decoded out of its hands, so
+# that a step finds its targets ready. Each holds few, as the reader works ahead by itself.
+PREFETCHED_ITERATIONS = 1
+_READY_ITERATIONS = 1
+_HELD_ITERATIONS = PREFETCHED_ITERATIONS + _READY_ITERATIONS + 3
+"""What may be held outside of the reader, with the thread's, the one in use and the next one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +47,7 @@ class StreamOptions:
             None accepts any.
         decode_threads: Threads that decode payloads ahead.
         decode_lookahead: Iterations decoded ahead; None chooses by the number of threads.
+        max_ahead_bytes: Bytes of decoded rows that may be held ahead of training.
         msc_prefetch_depth: Whole shards fetched ahead from an object store.
         names: The directory's listing; None has every reader list it for itself.
     """
@@ -48,6 +57,7 @@ class StreamOptions:
     decode_threads: int
     decode_lookahead: int | None
     msc_prefetch_depth: int
+    max_ahead_bytes: int = DEFAULT_MAX_AHEAD_BYTES
     names: Sequence[str] | None = None
 
     def reader(self, layout: LoadLayout) -> TeacherRowReader:
@@ -59,6 +69,8 @@ class StreamOptions:
             decode_threads=self.decode_threads,
             decode_lookahead=self.decode_lookahead,
             msc_prefetch_depth=self.msc_prefetch_depth,
+            max_ahead_bytes=self.max_ahead_bytes,
+            held_iterations=_HELD_ITERATIONS,
             names=self.names,
         )
 
@@ -81,19 +93,28 @@ class TargetStream:
     Args:
         options: How to read the cache.
         layout: Which rows this rank needs.
+        device: Where they will be copied to; what is meant for a GPU is put into page-locked
+            memory, from which copies run ahead. None leaves it where it was read.
     """
 
-    def __init__(self, options: StreamOptions, layout: LoadLayout) -> None:
+    def __init__(
+        self,
+        options: StreamOptions,
+        layout: LoadLayout,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
         self._options = options
+        self._device = device
         self._layout = layout
-        self._items: Iterator[IterationTargets | IterationFailure] | None = None
+        self._items: BackgroundIterator[IterationTargets | IterationFailure] | None = None
         self._next_start = 0
         self._waited = 0.0
 
     def use_listing(self, names: Sequence[str]) -> None:
         """Read what this listing of the directory names; what is open is forgotten."""
         self._options = replace(self._options, names=names)
-        self._items = None
+        self.close()
 
     def iteration(self, start_sample: int) -> IterationTargets | IterationFailure:
         """Return the targets of the iteration that starts at *start_sample*, or why there are none.
@@ -122,7 +143,7 @@ class TargetStream:
             fatal = True
         finally:
             self._waited += time.perf_counter() - began
-        self._items = None
+        self.close()
         return IterationFailure(start=start_sample, error=failure, fatal=fatal)
 
     def take_wait(self) -> float:
@@ -160,16 +181,39 @@ class TargetStream:
         return item
 
     def _open(self, start_sample: int) -> None:
-        # Rows come as one ordered stream, so there is one worker; it decodes in threads of its own.
+        self.close()
+        dataset = _IterationDataset(self._options, self._layout, start_sample)
         # An object store's client holds threads and sockets that do not survive a fork.
-        remote = storage.is_remote(self._options.logprobs_dir)
-        worker: dict[str, Any] = {} if remote else {"prefetch_factor": PREFETCHED_ITERATIONS}
-        loader = DataLoader(
-            _IterationDataset(self._options, self._layout, start_sample),
-            batch_size=None,
-            num_workers=0 if remote else 1,
-            pin_memory=torch.cuda.is_available(),
-            **worker,
-        )
-        self._items = iter(loader)
+        if storage.is_remote(self._options.logprobs_dir):
+            items = iter(dataset)
+        else:
+            # Rows come as one ordered stream, so one process; it decodes in threads of its own.
+            items = iter(
+                DataLoader(
+                    dataset,
+                    batch_size=None,
+                    num_workers=1,
+                    prefetch_factor=PREFETCHED_ITERATIONS,
+                )
+            )
+        if self._device is not None and self._device.type == "cuda":
+            self._items = BackgroundIterator(
+                items,
+                depth=_READY_ITERATIONS,
+                prepare=_pinned,
+                begin=functools.partial(torch.cuda.set_device, self._device),
+            )
+        else:
+            self._items = BackgroundIterator(items, depth=_READY_ITERATIONS)
         self._next_start = start_sample
+
+    def close(self) -> None:
+        """Read no more; the next iteration that is asked for opens the cache again."""
+        items, self._items = self._items, None
+        if items is not None:
+            items.close()
+
+
+def _pinned(item: IterationTargets | IterationFailure) -> IterationTargets | IterationFailure:
+    """Return the item in page-locked memory; a failure needs none."""
+    return item.pin_memory() if isinstance(item, IterationTargets) else item

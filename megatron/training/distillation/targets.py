@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the reader is asked for and what it answers, as plain values."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from megatron.training.distillation.payload import TeacherRows
+import torch
+
+from megatron.training.distillation.packed_rows import BlockLayout, TeacherRows
+
+DEFAULT_MAX_AHEAD_BYTES = 2 << 30
+"""Bytes of decoded rows that may be held ahead of training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,7 +20,8 @@ class LoadLayout:
     dp_size: int
     mbs: int
     gbs: int
-    cp_rank: int = 0
+    cp_rank: int | None = 0
+    """None takes the slices of all context-parallel ranks, each for itself."""
     cp_size: int = 1
     seq_length: int | None = None
     """Positions of a whole sequence that the student needs; None takes what is stored."""
@@ -30,7 +37,7 @@ class LoadLayout:
             ("data", self.dp_rank, self.dp_size),
             ("context", self.cp_rank, self.cp_size),
         ):
-            if not 0 <= rank < size:
+            if rank is not None and not 0 <= rank < size:
                 raise ValueError(f"The {name}-parallel rank is {rank}, expected 0 to {size - 1}.")
 
     @property
@@ -38,19 +45,30 @@ class LoadLayout:
         """Microbatches per iteration of this rank."""
         return self.gbs // (self.mbs * self.dp_size)
 
+    @property
+    def cp_ranks(self) -> Sequence[int]:
+        """The context-parallel ranks whose slices are wanted."""
+        return range(self.cp_size) if self.cp_rank is None else (self.cp_rank,)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class IterationTargets:
     """The rows of one load DP rank for the iteration that starts at global sample *start*."""
 
     start: int
-    microbatches: tuple[TeacherRows, ...]
-    """One ``(S / cp, mbs, K)`` per microbatch."""
+    layout: BlockLayout
+    """How each block holds its rows."""
+    blocks: torch.Tensor
+    """``(num_microbatches, context-parallel slices, bytes of a block)`` uint8."""
+
+    @property
+    def microbatches(self) -> tuple[TeacherRows, ...]:
+        """Unpack the first slice: one ``(S / cp, mbs, K)`` per microbatch."""
+        return tuple(self.layout.rows(block).unpack() for block in self.blocks[:, 0])
 
     def pin_memory(self) -> "IterationTargets":
-        """Return the same targets in page-locked memory (a DataLoader's hook)."""
-        pinned = tuple(rows.pin_memory() for rows in self.microbatches)
-        return IterationTargets(start=self.start, microbatches=pinned)
+        """Return the same targets in page-locked memory."""
+        return replace(self, blocks=self.blocks.pin_memory())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -19,13 +19,12 @@ from typing import BinaryIO, NamedTuple
 
 from megatron.training.distillation.errors import CacheFormatError, CacheIdentityError
 from megatron.training.distillation.member_content import Content, open_content
+from megatron.training.distillation.packed_rows import PackedRows, TeacherRows
 from megatron.training.distillation.payload import (
     FORMAT_VERSION,
     INDEX_SENTINEL,
     LOGPROB_SENTINEL,
     MAX_VOCAB_SIZE,
-    PackedRows,
-    TeacherRows,
     decode_logprobs_payload,
     decode_packed_rows,
     decode_teacher_rows,

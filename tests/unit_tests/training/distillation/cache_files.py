@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small caches whose every value tells the sample and the position it belongs to."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,13 @@ def read_content(content: Content) -> bytes:
         return stream.read(len(content))
 
 
-def sample_of(values: torch.Tensor) -> list[int]:
-    """Return the samples that the rows of ``(S, n, K)`` values belong to."""
-    assert values.size(0) == SEQ
-    samples = (-values[0, :, 0]).round().int()
-    for position in range(SEQ):
+def sample_of(values: torch.Tensor, positions: Sequence[int] = range(SEQ)) -> list[int]:
+    """Return the samples that the rows of ``(S, n, K)`` values at these positions belong to."""
+    assert values.size(0) == len(positions)
+    samples = (-values[0, :, 0].float() - positions[0] / 8).round().int()
+    for row, position in zip(values.float(), positions, strict=True):
         expected = -samples.float()[:, None] - position / 8 - torch.arange(K) / 16
-        torch.testing.assert_close(values[position].float(), expected)
+        torch.testing.assert_close(row, expected)
     return samples.tolist()
 
 

@@ -31,6 +31,7 @@ SINGLE = ParallelLayout(
     cp_rank=0,
     cp_size=1,
     cp_group=None,
+    replica_group=None,
     dp_rank=0,
     dp_size=1,
     stage_group=None,
@@ -88,8 +89,8 @@ def placed(**sizes: Any) -> ParallelLayout:
 
 def group_layout(**sizes: Any) -> ParallelLayout:
     """A layout over the whole gloo group of a forked rank; *sizes* replace fields of SINGLE."""
-    groups = {"stage_group": dist.group.WORLD, "tp_group": dist.group.WORLD}
-    return replace(SINGLE, **{**groups, "cp_group": dist.group.WORLD, **sizes})
+    names = ("stage_group", "tp_group", "cp_group", "replica_group")
+    return replace(SINGLE, **{**dict.fromkeys(names, dist.group.WORLD), **sizes})
 
 
 class PlainPatch:

@@ -57,6 +57,7 @@ def cache(tmp_path: Path) -> Path:
         ("logits_load_dir", None),
         ("logits_load_decode_threads", 4),
         ("logits_load_msc_prefetch_depth", 2),
+        ("logits_load_max_ahead_bytes", 2 * 2**30),
         ("logits_load_kd_loss_alpha", 1.0),
         ("logits_load_ignore_errors", False),
         ("logits_load_max_skipped_share", 0.05),
@@ -85,6 +86,7 @@ def test_values_are_parsed() -> None:
         "--logits-save-max-waiting-bytes 5000 --logits-save-spool-dir /local "
         "--logits-load-dir in "
         "--logits-load-decode-threads 9 --logits-load-msc-prefetch-depth 0 "
+        "--logits-load-max-ahead-bytes 6000 "
         "--logits-load-kd-loss-alpha 0.25 --logits-load-ignore-errors --logits-load-ignore-hash "
         "--logits-load-prefetch-factor 5 --freeze-all-layers",
     )
@@ -95,6 +97,7 @@ def test_values_are_parsed() -> None:
     assert args.logits_save_max_waiting_bytes == 5000
     assert args.logits_save_spool_dir == "/local"
     assert (args.logits_load_decode_threads, args.logits_load_msc_prefetch_depth) == (9, 0)
+    assert args.logits_load_max_ahead_bytes == 6000
     assert args.logits_load_prefetch_factor == 5
     assert args.logits_load_ignore_errors
     assert args.logits_load_ignore_hash
@@ -169,6 +172,7 @@ def test_refused_when_saving(flags: str, parts: list[str]) -> None:
         ("--logits-load-kd-loss-alpha 1.5", ["--logits-load-kd-loss-alpha is 1.5", "[0, 1]"]),
         ("--logits-load-kd-loss-alpha nan", ["--logits-load-kd-loss-alpha is nan", "[0, 1]"]),
         ("--logits-load-decode-threads 0", ["--logits-load-decode-threads is 0", "at least 1"]),
+        ("--logits-load-max-ahead-bytes 0", ["--logits-load-max-ahead-bytes is 0", "at least 1"]),
         (
             "--logits-load-msc-prefetch-depth -1",
             ["--logits-load-msc-prefetch-depth is -1", "0 or more"],

@@ -3,7 +3,6 @@
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +21,12 @@ from megatron.training.distillation.cached_logits_loss import (
     make_teacher_tar_dataset,
     topk_kl_div,
 )
+from megatron.training.distillation.packed_rows import TeacherRows
 from megatron.training.distillation.shard_reader import (
     IterationFailure,
     IterationTargets,
     TeacherDataError,
     TeacherDataMissingError,
-    TeacherRows,
 )
 from megatron.training.distillation.utils import CacheIdentityError
 from tests.unit_tests.distributed import run_ranks
@@ -37,6 +36,7 @@ from tests.unit_tests.training.distillation.cache_files import (
     sample_of,
     write_shard,
 )
+from tests.unit_tests.training.distillation.given_targets import GivenTargets, targets
 from tests.unit_tests.training.distillation.run_stubs import (
     SETTINGS,
     GivenLogitsModel,
@@ -89,31 +89,11 @@ def dense_kl(student_logits: torch.Tensor, rows: TeacherRows) -> torch.Tensor:
     return (kept + tail.exp() * (tail - student_tail)).transpose(0, 1)
 
 
-class GivenTargets:
-    """A stream that serves given items by their first sample, and remembers what was asked."""
-
-    def __init__(self, *items: IterationTargets | IterationFailure) -> None:
-        self.items = {item.start: item for item in items}
-        self.asked: list[int] = []
-        self.listings: list[Sequence[str]] = []
-
-    def use_listing(self, names: Sequence[str]) -> None:
-        self.listings.append(names)
-
-    def iteration(self, start_sample: int) -> IterationTargets | IterationFailure:
-        self.asked.append(start_sample)
-        return self.items[start_sample]
-
-
 def give(kd_loss: CachedLogitsKDLoss, *items: IterationTargets | IterationFailure) -> GivenTargets:
     stream = GivenTargets(*items)
-    kd_loss._agreed._stream = stream  # type: ignore[assignment]
+    kd_loss._feed.stream = stream  # type: ignore[assignment]
     kd_loss._agreed._has_listing = True
     return stream
-
-
-def targets(start: int, *microbatches: TeacherRows) -> IterationTargets:
-    return IterationTargets(start=start, microbatches=microbatches)
 
 
 def failed(start: int, *, fatal: bool = False) -> IterationFailure:
@@ -321,7 +301,7 @@ def spoil(rows: TeacherRows, token: int, sample: int, poison: str) -> TeacherRow
     elif poison == "inf":
         values[place], tail[place] = math.inf, math.inf
     elif poison == "ids":
-        ids[place] = torch.tensor([2**31 - 1, -7, 131071])
+        ids[place] = torch.tensor([131070, 13, 131071])
     elif poison == "large":
         values[place], tail[place], ids[place] = 80.0, 80.0, torch.tensor([12, 0, 3])
     return TeacherRows(values=values, indices=ids, tail_logprob=tail)
@@ -640,14 +620,15 @@ def test_targets_come_from_the_cache_by_sample(run: StubRun, tmp_path: Path) -> 
     run.layout = replace(run.layout, dp_rank=1, dp_size=2)
     kd_loss = CachedLogitsKDLoss(str(tmp_path))
     # From rank 0, which lists for both.
-    kd_loss._agreed._stream.use_listing([path.name for path in tmp_path.iterdir()])
+    kd_loss._feed.stream.use_listing([path.name for path in tmp_path.iterdir()])
     kd_loss._agreed._has_listing = True
     seen: list[list[int]] = []
     for start in (4, 8):
         run.move_to(start)
         kd_loss(random_logits(1))
-        assert kd_loss._targets is not None
-        seen.append([sample_of(rows.values)[0] for rows in kd_loss._targets.microbatches])
+        read = kd_loss._feed._read
+        assert isinstance(read, IterationTargets)
+        seen.append([sample_of(rows.values)[0] for rows in read.microbatches])
     assert seen == [[5, 7], [9, 11]]
 
 

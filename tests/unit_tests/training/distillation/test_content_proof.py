@@ -5,7 +5,6 @@ The targets are given here; ``test_misalignment`` has them written and read.
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +21,10 @@ from megatron.training.distillation.cached_logits_loss import (
 from megatron.training.distillation.content_proof import ContentProof
 from megatron.training.distillation.errors import TeacherContentError, TeacherDataMissingError
 from megatron.training.distillation.fingerprint import LabelFingerprinter
-from megatron.training.distillation.payload import TeacherRows
+from megatron.training.distillation.packed_rows import TeacherRows
 from megatron.training.distillation.targets import IterationFailure, IterationTargets
 from tests.unit_tests.distributed import recorded_collectives, run_ranks
+from tests.unit_tests.training.distillation.given_targets import GivenTargets, targets
 from tests.unit_tests.training.distillation.run_stubs import (
     SETTINGS,
     GivenLogitsModel,
@@ -63,27 +63,15 @@ def rows_of(sample: int, *, proven: bool = True) -> TeacherRows:
     )
 
 
-class GivenTargets:
-    def __init__(self, items: Sequence[IterationTargets | IterationFailure]) -> None:
-        self._items = {item.start: item for item in items}
-
-    def use_listing(self, names: Sequence[str]) -> None:
-        pass
-
-    def iteration(self, start_sample: int) -> IterationTargets | IterationFailure:
-        return self._items[start_sample]
-
-
 def open_loss(*items: IterationTargets | IterationFailure, **options: Any) -> CachedLogitsKDLoss:
     kd_loss = CachedLogitsKDLoss("the-cache", **options)
-    kd_loss._agreed._stream = GivenTargets(items)  # type: ignore[assignment]
+    kd_loss._feed.stream = GivenTargets(*items)  # type: ignore[assignment]
     kd_loss._agreed._has_listing = True
     return kd_loss
 
 
 def batch(start: int, *samples: int, proven: bool = True) -> IterationTargets:
-    rows = tuple(rows_of(sample, proven=proven) for sample in samples)
-    return IterationTargets(start=start, microbatches=rows)
+    return targets(start, *(rows_of(sample, proven=proven) for sample in samples))
 
 
 # ---- a batch that differs ---------------------------------------------------------------------

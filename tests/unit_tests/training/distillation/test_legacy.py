@@ -706,6 +706,7 @@ def test_load_directory_of_v1_passes_the_flag_check(tmp_path):
         logits_load_kd_loss_alpha=1.0,
         logits_load_decode_threads=1,
         logits_load_msc_prefetch_depth=0,
+        logits_load_max_ahead_bytes=1,
         logits_load_ignore_errors=False,
         logits_load_max_skipped_share=0.05,
     )

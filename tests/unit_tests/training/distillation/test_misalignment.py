@@ -172,11 +172,14 @@ class DirectStream:
     """Reads in this process what ``TargetStream`` reads in a loader process."""
 
     def __init__(self, kd_loss: CachedLogitsKDLoss) -> None:
-        stream = kd_loss._agreed._stream
+        stream = kd_loss._feed.stream
         self._options, self._layout = stream._options, stream._layout
 
     def use_listing(self, names: Any) -> None:
         pass
+
+    def take_wait(self) -> float:
+        return 0.0
 
     def iteration(self, start_sample: int) -> IterationTargets | IterationFailure:
         return next(self._options.reader(self._layout).iterations(start_sample))
@@ -188,7 +191,7 @@ def train_rank(
     """Train on all samples from *begin* on, on the rank that *run* is."""
     batches.settle(run, begin)
     kd_loss = CachedLogitsKDLoss(str(cache), ignore_hash=True, ignore_errors=True)
-    kd_loss._agreed._stream = DirectStream(kd_loss)  # type: ignore[assignment]
+    kd_loss._feed.stream = DirectStream(kd_loss)  # type: ignore[assignment]
     for start in range(begin, len(samples), batches.gbs):
         batches.settle(run, start)
         for numbers in batches.microbatches(run.layout.dp_rank, start):

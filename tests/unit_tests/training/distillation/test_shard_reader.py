@@ -10,6 +10,7 @@ import pickle
 import re
 import tarfile
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import zstandard
 
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 from megatron.training.distillation import open_shard, shard_directory, storage, utils
+from megatron.training.distillation.open_shard import OpenShard
 from megatron.training.distillation.shard_reader import (
     IterationFailure,
     IterationTargets,
@@ -182,6 +184,54 @@ def test_every_start_sample(grid):
         check(read(grid[3, 4, 24], wanted, start, decode_threads=1), wanted, start, 48)
 
 
+def test_lookahead_within_a_bound_by_hand():
+    """One iteration of 100 bytes from members of 300: the next one, and 400 bytes each further."""
+    reader = TeacherRowReader(
+        "unused",
+        layout(),
+        expected_identifiers=None,
+        decode_threads=8,
+        max_ahead_bytes=2499,
+        held_iterations=5,
+    )
+    assert reader.lookahead(0, 0) == 0  # nothing is known yet
+    assert reader.lookahead(100, 300) == 3  # 1999 left: four, the next one among them
+    assert reader.lookahead(1, 3) == 8  # as many as there are threads
+    assert reader.lookahead(499, 1) == 0
+    assert reader.lookahead(10_000, 0) == 0
+
+
+@pytest.mark.parametrize(("bound", "ahead"), [(1, 0), (7, 1), (10, 2), (1 << 30, 4)])
+def test_decoded_rows_stay_within_the_bound(tmp_path, monkeypatch, bound, ahead):
+    """Bounds in iterations; each counts twice, as one member and as the rows made of it."""
+    write_cache(tmp_path, mbs=1, dp=1, members=even(48, 4))
+    (first, *_) = read(tmp_path, layout())
+    nbytes = first.blocks.nbytes
+    decoded = []
+    decode = OpenShard.decode
+    monkeypatch.setattr(
+        OpenShard, "decode", lambda shard, member: decoded.append(member) or decode(shard, member)
+    )
+    reader = TeacherRowReader(
+        str(tmp_path),
+        layout(),
+        expected_identifiers=None,
+        decode_threads=4,
+        max_ahead_bytes=bound * nbytes,
+        held_iterations=3,
+    )
+    stream = reader.iterations(0)
+    for number in range(1, 6):
+        next(stream)
+        deadline = time.monotonic() + 10
+        expected = 1 if number == 1 else number + ahead
+        while len(decoded) < expected and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.01)
+        assert len(decoded) == expected
+    stream.close()
+
+
 def test_iteration_sizes_may_change_along_the_cache(tmp_path):
     write_cache(tmp_path, mbs=1, dp=2, members=[(0, 4), (4, 12), (12, 14)], per_shard=3)
     write_cache(tmp_path, mbs=4, dp=1, members=[(14, 18), (18, 30)], per_shard=1)
@@ -216,7 +266,7 @@ def test_members_of_different_width_are_padded(tmp_path):
             assert torch.equal(rows.values[:, 0, :width], values)
             assert torch.equal(rows.indices[:, 0, :width], indices.int())
             assert (rows.values[..., width:] == -1000.0).all()
-            assert (rows.indices[..., width:] == -1).all()
+            assert (rows.indices[..., width:] == 131071).all()
             assert torch.equal(rows.tail_logprob[:, 0], tail)
 
 
@@ -794,6 +844,7 @@ def test_nothing_stays_open(tmp_path):
     stream = reader.iterations(0)
     assert os.listdir("/proc/self/fd") == descriptors
     next(stream)
+    next(stream)  # works ahead once it knows how much an iteration takes
     assert len(os.listdir("/proc/self/fd")) > len(descriptors)
     stream.close()
     assert os.listdir("/proc/self/fd") == descriptors

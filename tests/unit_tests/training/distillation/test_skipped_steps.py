@@ -11,10 +11,11 @@ import torch
 
 from megatron.training.distillation.cached_logits_loss import CachedLogitsKDLoss, LossFuncCallable
 from megatron.training.distillation.errors import TeacherDataError, TeacherDataMissingError
-from megatron.training.distillation.payload import TeacherRows
+from megatron.training.distillation.packed_rows import TeacherRows
 from megatron.training.distillation.skipped_steps import SkippedSteps
 from megatron.training.distillation.targets import IterationFailure, IterationTargets
 from tests.unit_tests.distributed import run_ranks
+from tests.unit_tests.training.distillation.given_targets import GivenTargets, targets
 from tests.unit_tests.training.distillation.run_stubs import (
     SETTINGS,
     PlainPatch,
@@ -98,24 +99,20 @@ def test_loss_passes_the_share_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CachedLogitsKDLoss("unused")._agreed._steps._max_share == 0.05
 
 
-class FailingStream:
+class FailingStream(GivenTargets):
     """A stream of one rank whose iterations fail where it is told to."""
 
     def __init__(self, failing: set[int]) -> None:
+        super().__init__()
         self.failing = failing
-        rows = TeacherRows(
+        self.rows = TeacherRows(
             values=torch.zeros(RUN.seq_length, 1, 1),
             indices=torch.zeros(RUN.seq_length, 1, 1, dtype=torch.int32),
-            tail_logprob=None,
         )
-        self.microbatches = (rows, rows)
-
-    def use_listing(self, names: Any) -> None:
-        """The listing does not change what fails."""
 
     def iteration(self, start: int) -> IterationTargets | IterationFailure:
         if start // RUN.global_batch_size not in self.failing:
-            return IterationTargets(start=start, microbatches=self.microbatches)
+            return targets(start, self.rows, self.rows)
         error = TeacherDataMissingError(f"no sample {start}")
         return IterationFailure(start=start, error=error, fatal=False)
 
@@ -124,7 +121,7 @@ def _train(rank: int, world_size: int, failing: list[set[int]], share: float) ->
     layout = group_layout(dp_rank=rank, dp_size=world_size)
     run = StubRun(layout=layout, settings=RUN).install(PlainPatch)
     kd_loss = CachedLogitsKDLoss("unused", ignore_errors=True, max_skipped_share=share)
-    kd_loss._agreed._stream = FailingStream(failing[rank])  # type: ignore[assignment]
+    kd_loss._feed.stream = FailingStream(failing[rank])  # type: ignore[assignment]
     kd_loss._agreed._has_listing = True
     for iteration in range(60):
         run.move_to(iteration * RUN.global_batch_size)

@@ -17,6 +17,7 @@ from megatron.training.distillation.cached_logits_loss import (
     StudentLogitsCapture,
 )
 from megatron.training.distillation.student_report import StudentReport
+from megatron.training.distillation.targets import IterationTargets
 from tests.unit_tests.training.distillation.cache_files import IDENTIFIERS, SEQ, write_shard
 from tests.unit_tests.training.distillation.run_stubs import GivenLogitsModel, StubRun
 
@@ -129,8 +130,9 @@ def test_loss_reports_the_unmasked_tokens_of_its_cache(run: StubRun, tmp_path: P
     (first, waited), (second, _) = run.curve("kd-loader-wait")
     assert (first, second) == (1, 2)
     assert 0 < waited < 60
-    assert kd_loss._targets is not None
-    rows = kd_loss._targets.microbatches
+    read = kd_loss._feed._read
+    assert isinstance(read, IterationTargets)
+    rows = read.microbatches
     counted = [0, 1, 3]
     kept = torch.stack([part.values[counted].float().exp().sum(-1) for part in rows])
     assert run.curve("kd-teacher-mass-kept")[1] == (2, pytest.approx(float(kept.mean())))

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.training.distillation import target_stream
+from megatron.training.distillation.packed_rows import TeacherRows
 from megatron.training.distillation.shard_reader import (
     IterationFailure,
     IterationTargets,
@@ -25,6 +27,7 @@ from tests.unit_tests.training.distillation.cache_files import (
     sample_of,
     write_shard,
 )
+from tests.unit_tests.training.distillation.given_targets import targets
 
 
 def open_stream(
@@ -192,6 +195,9 @@ def test_missing_directory_is_fatal(tmp_path: Path) -> None:
     assert str(tmp_path / "missing") in str(failed.error)
 
 
+ROWS = TeacherRows(values=torch.zeros(1, 1, 1), indices=torch.zeros(1, 1, 1, dtype=torch.int32))
+
+
 class _FailingReader:
     """A reader that raises what no reader should at sample 4."""
 
@@ -202,7 +208,7 @@ class _FailingReader:
         while True:
             if start_sample == 4:
                 raise self.error
-            yield IterationTargets(start=start_sample, microbatches=())
+            yield targets(start_sample, ROWS)
             start_sample += 4
 
 
@@ -259,7 +265,7 @@ class _DyingReader:
             if start_sample == 4 and not self.marker.exists():
                 self.marker.touch()
                 os._exit(9)
-            yield IterationTargets(start=start_sample, microbatches=())
+            yield targets(start_sample, ROWS)
             start_sample += 4
 
 
