@@ -13,21 +13,22 @@ and ours / theirs. Lines without a second column are floors, or the trainer's ow
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 18)}
-
-Samples = dict[str, list[float]]
+from benchmarks.worker_processes import (
+    KEEP_FREED,
+    RETURN_FREED,
+    ROOT,
+    Samples,
+    Worker,
+    alternate,
+    closing_all,
+    installed_root,
+)
 
 TIMES = {
     "KD loss, forward + backward": ["time_loss", "kd"],
@@ -48,69 +49,21 @@ ALONE = {
 }
 
 
-class Implementation:
-    """A worker process with one implementation in it.
-
-    Args:
-        root: Directory with ``megatron/training/distillation``.
-        sizes: Tokens, vocabulary and K.
-        allocator: Environment variables of glibc's allocator.
-    """
-
-    def __init__(self, root: Path, sizes: list[int], allocator: Mapping[str, str]) -> None:
-        environment = {**os.environ, **allocator, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self._command = [sys.executable, "-m", "benchmarks.tensor_worker", str(root)]
-        self._command += map(str, sizes)
-        self._process = subprocess.Popen(
-            self._command,
-            env=environment | {"CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def ask(self, request: list[str]) -> dict[str, float]:
-        """Return the numbers of one measurement.
-
-        Raises:
-            RuntimeError: The worker ended; run its command by hand to see why.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"{' '.join(self._command)} ended at {request}")
-        numbers: dict[str, float] = json.loads(answer)
-        return numbers
-
-    def close(self) -> None:
-        """End the worker."""
-        self._process.kill()
-        self._process.wait()
-
-
 def measure(
     roots: Mapping[str, Path],
     sizes: list[int],
     allocator: Mapping[str, str],
     requests: Mapping[str, list[str]],
     runs: int,
-) -> Iterator[tuple[str, str, dict[str, list[float]]]]:
+) -> Iterator[tuple[str, str, Samples]]:
     """Yield name, metric and the samples by implementation; implementations alternate."""
-    with ExitStack() as stack:
-        workers = {}
-        for name, root in roots.items():
-            workers[name] = Implementation(root, sizes, allocator)
-            stack.callback(workers[name].close)
+    started = {
+        name: Worker("benchmarks.tensor_worker", [root, *sizes], allocator)
+        for name, root in roots.items()
+    }
+    with closing_all(started) as workers:
         for what, request in requests.items():
-            samples: dict[str, Samples] = {}
-            for _ in range(runs):
-                for name, worker in workers.items():
-                    for metric, number in worker.ask(request).items():
-                        samples.setdefault(metric, {}).setdefault(name, []).append(number)
+            samples = alternate(workers, dict.fromkeys(workers, request), runs)
             for metric, found in samples.items():
                 yield what, metric, found
 
@@ -127,8 +80,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     sizes = [args.tokens, args.vocab_size, args.top_k]
-    installed = Path(str(metadata.distribution("megatron-core").locate_file("")))
-    both = {"installed": installed, "ours": ROOT}
+    both = {"installed": installed_root(), "ours": ROOT}
     print(
         f"{args.tokens} tokens, V {args.vocab_size}, K {args.top_k}, bf16, one thread; torch "
         f"{metadata.version('torch')}, megatron-core {metadata.version('megatron-core')}, "

@@ -1,67 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One implementation of the package in a process of its own, for ``bench_tensor_work``.
+"""One implementation's tensor work in a process of its own, for ``bench_tensor_work``."""
 
-Reads requests as lines of JSON and answers each with one. The implementation is the package
-``megatron.training.distillation`` under a given root; everything else is the installed
-megatron-core's.
-"""
-
-import argparse
-import ctypes
-import gc
 import importlib
 import importlib.util
-import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-PACKAGE = "megatron.training.distillation"
+from benchmarks.implementation_worker import (
+    PACKAGE,
+    Memory,
+    answer_requests,
+    cpu_seconds,
+    load_implementation,
+    scale_to_mass,
+)
+
 CHECKED_ROWS = 12
-
-
-def load_implementation(root: str, seq_length: int) -> Any:
-    """Load the package under *root* and give it the global state that it asks for."""
-    import megatron.core.num_microbatches_calculator as microbatches
-    import megatron.training
-    from megatron.core import parallel_state
-    from megatron.training.arguments import add_megatron_arguments
-
-    args = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
-    vars(args).update(
-        mock_data=True,
-        train_samples=100000,
-        consumed_train_samples=0,
-        freeze_all_layers=True,
-        curr_iteration=0,
-        iteration=0,
-        seq_length=seq_length,
-        micro_batch_size=1,
-        global_batch_size=64,
-        data_parallel_size=1,
-    )
-    megatron.training.global_vars.set_args(args)
-    store = tempfile.mkdtemp() + "/store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    microbatches.init_num_microbatches_calculator(0, None, 64, 1, 1, False)
-    folder = Path(root) / PACKAGE.replace(".", "/")
-    spec = importlib.util.spec_from_file_location(
-        PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    package = importlib.util.module_from_spec(spec)
-    sys.modules[PACKAGE] = package
-    setattr(megatron.training, "distillation", package)  # noqa: B010
-    spec.loader.exec_module(package)
-    return package
 
 
 def peaked_logits(tokens: int, vocab: int, seed: int) -> torch.Tensor:
@@ -74,44 +33,7 @@ def peaked_logits(tokens: int, vocab: int, seed: int) -> torch.Tensor:
         for _ in range(tokens)
     ]
     logits = torch.stack(rows)
-    scale = 1.0
-    for _ in range(20):
-        mass = (scale * logits[:16]).softmax(-1).topk(min(128, vocab), -1).values.sum(-1).median()
-        scale *= 1.05 if mass < 0.95 else 0.97
-    return (scale * logits).bfloat16()[:, None]
-
-
-class Memory:
-    """Resident bytes since construction, now and at their highest."""
-
-    def __init__(self) -> None:
-        self._base = 0
-        self._base = self.now()
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-
-    def now(self) -> int:
-        """Return what is resident now, of what is in use."""
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        return _status("VmRSS") - self._base
-
-    def peak(self) -> int:
-        """Return what was resident at most."""
-        return _status("VmHWM") - self._base
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(key)
-
-
-def cpu_seconds(action: Callable[[], Any]) -> float:
-    """Return the CPU seconds of all threads."""
-    began = time.process_time()
-    action()
-    return time.process_time() - began
+    return (scale_to_mass(logits[:16]) * logits).bfloat16()[:, None]
 
 
 class Bench:
@@ -261,13 +183,7 @@ class Bench:
 def main() -> None:
     """Answer requests until the input ends."""
     root, tokens, vocab, k = sys.argv[1], *map(int, sys.argv[2:5])
-    torch.set_num_threads(1)
-    answers = sys.stdout
-    sys.stdout = sys.stderr
-    bench = Bench(root, tokens, vocab, k)
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        print(json.dumps(getattr(bench, name)(*arguments)), file=answers, flush=True)
+    answer_requests(lambda: Bench(root, tokens, vocab, k))
 
 
 if __name__ == "__main__":
