@@ -38,20 +38,20 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.worker_processes import KEEP_FREED, RETURN_FREED, ROOT
+
 ITERATIONS = 8
 SKIPPED = 2
-KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 18)}
 _MILLISECONDS = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Sizes of one micro batch, which is the global batch."""
+    """Sizes of one micro batch, which is the global batch, and how many of them there are."""
 
     seq_length: int
     vocab_size: int
+    iterations: int = ITERATIONS
 
     @classmethod
     def parse(cls, text: str) -> "Case":
@@ -72,7 +72,7 @@ class Case:
             "--attention-dropout 0 --hidden-dropout 0 --mock-data --tokenizer-type NullTokenizer "
             f"--vocab-size {self.vocab_size - 1} --make-vocab-size-divisible-by 64 --bf16 "
             "--lr 1e-3 --lr-decay-style constant "
-            f"--micro-batch-size 1 --global-batch-size 1 --train-iters {ITERATIONS} "
+            f"--micro-batch-size 1 --global-batch-size 1 --train-iters {self.iterations} "
             "--distributed-backend gloo --log-interval 1 --num-workers 0 --split 100,0,0 "
             "--eval-iters 0 --eval-interval 1000"
         ).split()
@@ -80,10 +80,11 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run of the trainer took: milliseconds per iteration and peak bytes."""
+    """What one run of the trainer took: milliseconds per iteration and peak bytes; and its log."""
 
     milliseconds: list[float]
     peak_bytes: int
+    log: str
 
 
 def train(
@@ -122,8 +123,17 @@ def train(
     if process.returncode != 0:
         raise RuntimeError(f"{command} exited with {process.returncode}:\n{log[-3000:]}")
     times = [float(number) for number in _MILLISECONDS.findall(log)]
-    assert len(times) == ITERATIONS, log[-3000:]
-    return Run(milliseconds=times[SKIPPED:-1], peak_bytes=usage.ru_maxrss * 1024)
+    assert len(times) == case.iterations, log[-3000:]
+    return Run(milliseconds=times[SKIPPED:-1], peak_bytes=usage.ru_maxrss * 1024, log=log)
+
+
+def dump_flags(case: Case, place: Path, k: int) -> str:
+    """Return the flags of a dump into ``cache`` in *place*."""
+    return (
+        f"--freeze-all-layers --logits-save-dir {place}/cache --logits-save-top-k {k} "
+        f"--async-save --use-persistent-ckpt-worker --save {place}/save "
+        f"--save-interval {case.iterations}"
+    )
 
 
 def topk_milliseconds(case: Case, k: int, repetitions: int) -> float:
@@ -146,11 +156,7 @@ def measure(case: Case, k: int, repetitions: int) -> dict[str, dict[str, list[fl
     with tempfile.TemporaryDirectory() as folder:
         for repetition in range(repetitions + 1):
             place = Path(folder) / str(repetition)
-            saving = (
-                f"--async-save --use-persistent-ckpt-worker --save {place}/save --save-interval"
-            )
-            dump = f"--freeze-all-layers --logits-save-dir {place}/cache --logits-save-top-k {k} "
-            dump += f"{saving} {ITERATIONS}"
+            dump = dump_flags(case, place, k)
             load = f"--logits-load-dir {Path(folder)}/0/cache --logits-load-kd-loss-alpha"
             # The first repetition is for the memory.
             allocator = RETURN_FREED if repetition == 0 else KEEP_FREED
