@@ -63,15 +63,16 @@ class Ours:
         self._options = {"decode_threads": args.logits_load_decode_threads}
         self._loss = importlib.import_module(PACKAGE + ".cached_kd_loss")
         self._waits: list[float] = []
-        stream = importlib.import_module(PACKAGE + ".target_stream").TargetStream
-        take_wait = stream.take_wait
+        feed = importlib.import_module(PACKAGE + ".target_feed").TargetFeed
+        open_iteration = feed.open
 
-        @functools.wraps(take_wait)
-        def recording(stream: Any) -> float:
-            self._waits.append(take_wait(stream))
-            return self._waits[-1]
+        @functools.wraps(open_iteration)
+        def recording(feed: Any, *args: Any) -> Any:
+            opened = open_iteration(feed, *args)
+            self._waits.append(feed.wait)
+            return opened
 
-        stream.take_wait = recording
+        feed.open = recording
 
     def dataset(
         self, folder: str, cp_rank: int, cp_size: int, dp_rank: int, dp_size: int, start: int

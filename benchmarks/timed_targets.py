@@ -31,7 +31,7 @@ def time_targets() -> None:
             start = first + iteration * args.global_batch_size
             # A copy, as what is read lies in memory that is shared with the loader's process.
             held[start] = copy.deepcopy(read(stream, start))
-        stream._items = None
+        stream.close()
 
     def timed(stream: TargetStream, start_sample: int) -> Any:
         nonlocal last

@@ -270,7 +270,8 @@ class CachedLogitsKDLoss:
         )
 
         def place(part: torch.Tensor) -> torch.Tensor:
-            part = part.to(logits.device, non_blocking=True)
+            if part.device != logits.device:  # gloo with a GPU
+                part = part.to(logits.device)
             return pack_samples(part) if packed else part
 
         rows = packed_rows.unpack()
