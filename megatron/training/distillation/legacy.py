@@ -155,13 +155,24 @@ class LegacyDirectory(ShardDirectory):
         return str(_Name(0, shard.dp_rank, shard.end // self._layout.gbs - 1))
 
     def open_shard(
-        self, shard: ShardName, stream: BinaryIO, identity: ExpectedRun | None
+        self,
+        shard: ShardName,
+        stream: BinaryIO,
+        identity: ExpectedRun | None,
+        *,
+        with_members: bool = True,
     ) -> OpenShard:
-        """Walk and verify *shard*, whose content is *stream*."""
+        """Verify *shard*, whose content is *stream*, and find its members if they are wanted."""
         if identity is not None and self._layout.seq_length is not None:
             identity = identity.with_identifiers(sequence_length=self._layout.seq_length)
         return LegacyShard(
-            self.path_of(shard), shard, stream, identity, layout=self._layout, dp_size=self.dp_size
+            self.path_of(shard),
+            shard,
+            stream,
+            identity,
+            layout=self._layout,
+            dp_size=self.dp_size,
+            with_members=with_members,
         )
 
     def describe(self) -> str:
@@ -181,9 +192,10 @@ class LegacyShard(OpenShard):
         *,
         layout: LoadLayout,
         dp_size: int,
+        with_members: bool = True,
     ) -> None:
         self._saver = SaverSettings(mbs_save=layout.mbs, dp_size_save=dp_size, gbs_save=layout.gbs)
-        super().__init__(path, name, stream, identity)
+        super().__init__(path, name, stream, identity, with_members=with_members)
 
     def _read_meta(self, index: list[TarMember]) -> ShardMeta:
         """Return the identifiers with the hash that v2 computes over them; v1's covers one more."""

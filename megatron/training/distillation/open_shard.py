@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One open shard: its headers walked, its metadata and its seal verified, its members decoded."""
+"""One open shard: its metadata and its seal verified, its members found and decoded.
+
+Where the metadata has an index, nothing but the metadata is read to find the members, and what is
+read of each of them is checked against the index; elsewhere all headers are walked.
+"""
 
 import bisect
 import itertools
@@ -23,12 +27,14 @@ from megatron.training.distillation.payload import (
     decode_packed_rows,
     max_payload_bytes,
 )
+from megatron.training.distillation.tar_layout import members_behind, tar_size
 from megatron.training.distillation.utils import (
     ShardMeta,
     ShardName,
     TarMember,
     check_identity,
     parse_member_name,
+    read_indexed_member,
     read_member,
     read_shard_meta,
     walk_tar,
@@ -46,10 +52,24 @@ class MemberRows(NamedTuple):
 
 
 class OpenShard:
-    """An open shard whose headers have been walked and whose metadata has been verified."""
+    """An open shard whose metadata has been verified and whose members are known.
+
+    Args:
+        path: Where it lies.
+        name: What its name says.
+        stream: Its content.
+        identity: The run that its data must belong to; None accepts any.
+        with_members: Whether its members are wanted; its metadata costs less without them.
+    """
 
     def __init__(
-        self, path: str, name: ShardName, stream: BinaryIO, identity: ExpectedRun | None
+        self,
+        path: str,
+        name: ShardName,
+        stream: BinaryIO,
+        identity: ExpectedRun | None,
+        *,
+        with_members: bool = True,
     ) -> None:
         self.path = path
         self.name = name
@@ -58,9 +78,12 @@ class OpenShard:
         walk = self._walk()
         index = list(itertools.islice(walk, 1))
         self.meta = self._read_meta(index)
-        self._check_size()
-        index += walk
-        self._checksums = self._check_seal(index)
+        self._check_size_and_name()
+        located = self._indexed_members(index[0])
+        self._has_index = located is not None
+        if with_members:
+            index += walk if located is None else located
+        self._checksums = self._check_seal(index) if with_members else {}
         self.differences = [] if identity is None else check_identity(self.meta, identity, path)
         self.mbs, self.dp_size = self.meta.saver.mbs_save, self.meta.saver.dp_size_save
         if name.dp_rank >= self.dp_size:
@@ -68,7 +91,7 @@ class OpenShard:
                 f"Teacher shard {path} is of DP rank {name.dp_rank}, but its metadata says "
                 f"dp_size_save {self.dp_size}. It was renamed, or belongs to another cache."
             )
-        self._members = self._check_members(index)
+        self._members = self._check_members(index) if with_members else []
 
     def _walk(self) -> Iterator[TarMember]:
         try:
@@ -81,8 +104,8 @@ class OpenShard:
     def _read_meta(self, index: list[TarMember]) -> ShardMeta:
         return read_shard_meta(self._stream, index, self.path)
 
-    def _check_size(self) -> None:
-        """Compare the file with the size that was recorded; a cut may fall between two members."""
+    def _check_size_and_name(self) -> None:
+        """Compare the file with what was recorded; a cut may fall between two members."""
         content = self.meta.content
         if content is None:
             return
@@ -92,17 +115,30 @@ class OpenShard:
                 f"Teacher shard {self.path} is damaged: it has {size} bytes, and was written with "
                 f"{content.size} bytes and {content.members} members. {REPAIR_HINT}"
             )
+        if content.name != str(self.name):
+            raise CacheFormatError(
+                f"Teacher shard {self.path} was written as {content.name}. It was renamed, or "
+                "belongs to another cache: give it its name back, or dump these samples again."
+            )
+
+    def _indexed_members(self, meta: TarMember) -> list[TarMember] | None:
+        """Return where the members lie as the index has it; None if there is no index."""
+        content = self.meta.content
+        if content is None or content.index is None:
+            return None
+        size = tar_size([meta.size, *(entry.size for entry in content.index)])
+        if size != content.size:
+            raise CacheFormatError(
+                f"Teacher shard {self.path} is damaged: the members in its index make {size} "
+                f"bytes, and it was written with {content.size}. {REPAIR_HINT}"
+            )
+        return members_behind(meta, content.index)
 
     def _check_seal(self, index: list[TarMember]) -> dict[TarMember, int]:
         """Return the recorded checksum of each member; none where the cache records none."""
         content = self.meta.content
         if content is None:
             return {}
-        if content.name != str(self.name):
-            raise CacheFormatError(
-                f"Teacher shard {self.path} was written as {content.name}. It was renamed, or "
-                "belongs to another cache: give it its name back, or dump these samples again."
-            )
         members = index[1:]
         if len(members) != content.members:
             raise CacheFormatError(
@@ -142,7 +178,7 @@ class OpenShard:
         where = f"member {member.entry.name} of teacher shard {self.path}"
         try:
             with self._lock:
-                data = read_member(self._stream, member.entry)
+                data = self._read(member.entry)
             self._check_checksum(member.entry, data)
             rows = self._parse(data, self._max_bytes(member))
         except TeacherLayoutError:
@@ -160,6 +196,10 @@ class OpenShard:
                 f"{member.end - member.start} samples over {self.dp_size} DP ranks. {REPAIR_HINT}"
             )
         return rows
+
+    def _read(self, entry: TarMember) -> bytes:
+        read = read_indexed_member if self._has_index else read_member
+        return read(self._stream, entry)
 
     def _check_checksum(self, entry: TarMember, data: bytes) -> None:
         """Compare what was read with what was recorded: it may be another shard's member."""

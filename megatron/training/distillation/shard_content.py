@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seal of a shard: its own name, its size and its members' checksums, kept in its metadata.
+"""The seal of a shard: its own name, its size, its members and their checksums, in its metadata.
 
 A reader that finds the seal intact knows that the shard is whole, that it has the name it was
-written under, and that each member is the one that belongs there.
+written under, where each member lies, and whether what it reads is the one that belongs there.
 """
 
 from __future__ import annotations
 
 import json
-import tarfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.distillation.errors import CacheFormatError
 from megatron.training.distillation.member_content import Content, checksum
+from megatron.training.distillation.tar_layout import IndexEntry, parse_member_name, tar_size
 
 CONTENT_KEY = "content"
+_INDEX_KEY = "index"
+_INDEX_CHECKSUM_KEY = "index_crc32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +34,8 @@ class ShardContent:
     """Members after the metadata."""
     checksums: tuple[int, ...]
     """CRC-32 of each of them, as stored."""
+    index: tuple[IndexEntry, ...] | None = None
+    """Samples and bytes of each of them; None where their headers have to be looked for."""
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any], where: str) -> ShardContent | None:
@@ -59,6 +63,7 @@ class ShardContent:
             size=content["bytes"],
             members=content["members"],
             checksums=tuple(content["crc32"]),
+            index=_index_of(content, where),
         )
 
 
@@ -84,6 +89,10 @@ def seal_meta(meta_bytes: bytes, name: str, members: Sequence[tuple[str, Content
         "crc32": [checksum(data) for _, data in members],
         "meta_crc32": _checksum_of_meta(meta),
     }
+    spans = [parse_member_name(member) for member, _ in members]
+    index = [[*span, len(data)] for span, (_, data) in zip(spans, members, strict=True) if span]
+    if len(index) == len(members):  # a member of another name has no samples
+        content |= {_INDEX_KEY: index, _INDEX_CHECKSUM_KEY: _checksum(index)}
     while True:  # the size has digits of its own; it only grows, and by few of them
         sealed = _compact_json({**meta, CONTENT_KEY: content}).encode()
         size = tar_size([len(sealed), *(len(data) for _, data in members)])
@@ -92,16 +101,47 @@ def seal_meta(meta_bytes: bytes, name: str, members: Sequence[tuple[str, Content
         content["bytes"] = size
 
 
-def tar_size(sizes: Iterable[int]) -> int:
-    """Return the bytes of an archive with members of these *sizes*, as ``tarfile`` writes it."""
-    block, record = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
-    used = sum(block + -(-size // block) * block for size in sizes) + 2 * block
-    return -(-used // record) * record
-
-
 def _checksum_of_meta(meta: Mapping[str, Any]) -> int:
     rest = {key: value for key, value in meta.items() if key != CONTENT_KEY}
-    return zlib.crc32(_compact_json(rest).encode())
+    return _checksum(rest)
+
+
+def _checksum(content: Any) -> int:
+    return zlib.crc32(_compact_json(content).encode())
+
+
+def _index_of(content: Mapping[str, Any], where: str) -> tuple[IndexEntry, ...] | None:
+    """Return the index in a seal; None if there is none, as in shards of other writers."""
+    if _INDEX_KEY not in content and _INDEX_CHECKSUM_KEY not in content:
+        return None
+    index: Any = content.get(_INDEX_KEY)
+    if not _is_index(index, content["members"]):
+        raise CacheFormatError(
+            f"The metadata in {where} has {_INDEX_KEY} {str(index)[:80]!r}, expected first sample, "
+            f"end and bytes of each of {content['members']} members."
+        )
+    found, recorded = _checksum(index), content.get(_INDEX_CHECKSUM_KEY)
+    if found != recorded:
+        raise CacheFormatError(
+            f"The metadata in {where} is damaged: the checksum of its {_INDEX_KEY} is {found}, the "
+            f"recorded one {recorded}."
+        )
+    return tuple(IndexEntry(*entry) for entry in index)
+
+
+def _is_index(index: Any, members: int) -> bool:
+    return (
+        isinstance(index, list)
+        and len(index) == members
+        and all(
+            isinstance(entry, list)
+            and len(entry) == len(IndexEntry._fields)
+            and all(type(number) is int for number in entry)
+            and 0 <= entry[0] < entry[1]
+            and entry[2] >= 0
+            for entry in index
+        )
+    )
 
 
 def _is_seal(content: Any) -> bool:

@@ -108,10 +108,15 @@ class ShardDirectory:
         return storage.join(self.path, self.file_name(shard))
 
     def open_shard(
-        self, shard: ShardName, stream: BinaryIO, identity: ExpectedRun | None
+        self,
+        shard: ShardName,
+        stream: BinaryIO,
+        identity: ExpectedRun | None,
+        *,
+        with_members: bool = True,
     ) -> "OpenShard":
-        """Walk and verify *shard*, whose content is *stream*."""
-        return OpenShard(self.path_of(shard), shard, stream, identity)
+        """Verify *shard*, whose content is *stream*, and find its members if they are wanted."""
+        return OpenShard(self.path_of(shard), shard, stream, identity, with_members=with_members)
 
     @property
     def end(self) -> int:

@@ -2,9 +2,10 @@
 """The contract between the teacher's writer and the student's reader, as pure functions.
 
 Two sections: the tar format of a shard, and the plan that maps the student's batches onto the
-teacher's rows. The payload codec and the metadata are modules of their own, ``payload`` and
-``shard_meta``, whose names are served here too. Everything works on ints, bytes, tensors and
-already open streams. The format itself is specified in this package's README.
+teacher's rows. The payload codec, the metadata and the layout of a tar are modules of their own,
+``payload``, ``shard_meta`` and ``tar_layout``, whose names are served here too. Everything works on
+ints, bytes, tensors and already open streams. The format itself is specified in this package's
+README.
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ from megatron.training.distillation.shard_meta import (
     identity_hash,
     parse_meta,
 )
+from megatron.training.distillation.tar_layout import (
+    BLOCK,
+    LOGPROBS_TAR_MEMBER_SUFFIX,
+    TarMember,
+    filled_up,
+    member_name,
+    parse_header,
+    parse_member_name,
+)
 
 __all__ = [
     "FORMAT_VERSION",
@@ -69,6 +79,7 @@ __all__ = [
     "parse_member_name",
     "parse_meta",
     "read_exactly",
+    "read_indexed_member",
     "read_member",
     "read_meta_member",
     "read_shard_meta",
@@ -80,16 +91,11 @@ __all__ = [
     "write_shard_tar",
 ]
 
-LOGPROBS_TAR_MEMBER_SUFFIX = ".pt.zst"
-
-
 # ------------------------------------------------------------------------------------------
 # Tar format: names, archive
 # ------------------------------------------------------------------------------------------
 
 _SHARD_RE = re.compile(r"dp(\d+)__(\d+)-(\d+)\.tar", re.ASCII)
-_MEMBER_RE = re.compile(rf"(\d+)-(\d+){re.escape(LOGPROBS_TAR_MEMBER_SUFFIX)}", re.ASCII)
-_BLOCK = tarfile.BLOCKSIZE
 _MAX_META_BYTES = 1 << 24
 
 
@@ -115,20 +121,6 @@ class ShardName:
         return name if name.start < name.end and str(name) == basename else None
 
 
-def member_name(start: int, end: int) -> str:
-    """Return the name of the member with global samples ``[start, end)``, like ``0-8.pt.zst``."""
-    return f"{start}-{end}{LOGPROBS_TAR_MEMBER_SUFFIX}"
-
-
-def parse_member_name(name: str) -> tuple[int, int] | None:
-    """Return ``(start, end)`` of a payload member, or None for any other name."""
-    match = _MEMBER_RE.fullmatch(name)
-    if match is None:
-        return None
-    start, end = map(int, match.groups())
-    return (start, end) if start < end and member_name(start, end) == name else None
-
-
 def write_shard_tar(
     stream: BinaryIO, meta_bytes: bytes, members: Iterable[tuple[str, Content]]
 ) -> None:
@@ -143,14 +135,6 @@ def write_shard_tar(
             info.size = len(content)
             with open_content(content) as source:
                 tar.addfile(info, source)
-
-
-class TarMember(NamedTuple):
-    """A regular file inside a tar: its content is ``size`` bytes at ``offset`` of the archive."""
-
-    name: str
-    offset: int
-    size: int
 
 
 def read_tar_index(stream: BinaryIO) -> list[TarMember]:
@@ -168,19 +152,16 @@ def walk_tar(stream: BinaryIO) -> Iterator[TarMember]:
     count = position = 0
     while True:
         stream.seek(position)
-        header = read_exactly(stream, min(_BLOCK, end - position))
-        if len(header) < _BLOCK:
+        header = read_exactly(stream, min(BLOCK, end - position))
+        if len(header) < BLOCK:
             raise CacheFormatError(
                 f"it is truncated at byte {end}, without an end marker after {count} members"
             )
         if not any(header):
             return
-        try:
-            info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-        except tarfile.TarError as error:
-            raise CacheFormatError(f"no tar header at byte {position}: {error}") from error
-        member = TarMember(info.name, position + _BLOCK, info.size)
-        position = member.offset + -(-member.size // _BLOCK) * _BLOCK
+        info = parse_header(header, position)
+        member = TarMember(info.name, position + BLOCK, info.size)
+        position = member.offset + filled_up(member.size)
         if member.size < 0 or position > end:
             raise CacheFormatError(
                 f"it is truncated: member {info.name} needs {member.size} bytes at byte "
@@ -228,6 +209,29 @@ def read_member(stream: BinaryIO, member: TarMember) -> bytes:
             f"member {member.name} has {len(data)} bytes, its header says {member.size}"
         )
     return data
+
+
+def read_indexed_member(stream: BinaryIO, member: TarMember) -> bytes:
+    """Return the content of *member*, whose header is read with it and must say the same.
+
+    Raises:
+        CacheFormatError: There is another member, or none, or the stream ends first.
+    """
+    position = member.offset - BLOCK
+    stream.seek(position)
+    data = read_exactly(stream, BLOCK + member.size)
+    if len(data) != BLOCK + member.size:
+        raise CacheFormatError(
+            f"the file ends {len(data)} bytes after its header at byte {position}, and the index "
+            f"of the shard says that it has {member.size} bytes"
+        )
+    info = parse_header(data[:BLOCK], position)
+    if not info.isreg() or (info.name, info.size) != (member.name, member.size):
+        raise CacheFormatError(
+            f"the header at byte {position} is of {info.name} with {info.size} bytes, the index of "
+            f"the shard says {member.name} with {member.size} bytes"
+        )
+    return data[BLOCK:]
 
 
 def read_exactly(stream: BinaryIO, size: int) -> bytes:

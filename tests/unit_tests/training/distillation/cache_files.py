@@ -81,3 +81,25 @@ def write_shard(
             payload = encode_logprobs_payload(*rows_of([sample + teacher for sample in samples]))
             members.append((member_name(first, first + gbs), payload))
         write_batched_tar(str(directory / f"dp{rank}__{start}-{end}.tar"), meta, members)
+
+
+def large_rows(start: int, gbs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and indices ``(64, gbs, 64)`` of the samples from *start*, hard to compress."""
+    generator = torch.Generator().manual_seed(start)
+    shape = (64, gbs, 64)
+    values = -torch.rand(shape, generator=generator).sort(dim=-1).values
+    return values.half(), torch.randint(0, 1 << 17, shape, generator=generator)
+
+
+def write_large_shard(directory: Path, start: int, end: int, *, gbs: int) -> Path:
+    """Write a shard whose members take tens of kilobytes each; return its path."""
+    saver = SaverSettings(
+        k=64, p=None, min_k=1, save_dtype="fp16", mbs_save=gbs, dp_size_save=1, gbs_save=gbs
+    )
+    members = [
+        (member_name(first, first + gbs), encode_logprobs_payload(*large_rows(first, gbs)))
+        for first in range(start, end, gbs)
+    ]
+    path = directory / f"dp0__{start}-{end}.tar"
+    write_batched_tar(str(path), ShardMeta.for_run(IDENTIFIERS, saver).to_bytes(), members)
+    return path

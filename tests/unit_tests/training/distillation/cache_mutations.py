@@ -7,8 +7,10 @@ import random
 import re
 import shutil
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 Files = dict[str, bytes]
 """A cache in memory: base name and content of each file."""
@@ -37,6 +39,7 @@ class Mutator:
             self.swap_members,
             self.move_members_between_files,
             self.change_metadata,
+            self.change_index,
             self.rename,
             self.swap_files,
             self.copy_file,
@@ -155,6 +158,28 @@ class Mutator:
         text = json.dumps(meta, separators=(",", ":")).encode()
         files[name] = write_members([(meta_name, text), *members])
 
+    def change_index(self, rng: random.Random, files: Files) -> None:
+        """Change numbers, or the number of entries, of an index whose checksum is right again."""
+
+        def change(content: dict[str, Any]) -> None:
+            index = content["index"]
+            entry = rng.choice(index)
+            place = rng.randrange(3)
+            match rng.randrange(4):
+                case 0:
+                    entry[place] = rng.choice((0, 1, 4, 8, 16, 511, 512, 513, 1 << 40, -1, None))
+                case 1:
+                    entry[place] += rng.choice((-512, -4, -1, 1, 4, 512))
+                case 2:
+                    other = rng.choice(index)
+                    entry[place], other[place] = other[place], entry[place]
+                case _:
+                    index.remove(entry)
+            content["index_crc32"] = checksum_of_index(index)
+
+        name, content = _pick(rng, files)
+        files[name] = change_seal(bytes(content), change)
+
     # ---- files -------------------------------------------------------------------------------
 
     def rename(self, rng: random.Random, files: Files) -> None:
@@ -209,6 +234,37 @@ def write_members(members: list[tuple[str, bytes]]) -> bytes:
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     return stream.getvalue()
+
+
+def change_seal(shard: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Return *shard* with another seal in its metadata, which has the right size of the file."""
+    (name, text), *members = read_members(shard)
+    meta = json.loads(text)
+    change(meta["content"])
+    while True:
+        content = write_members([(name, compact_json(meta)), *members])
+        if len(content) == meta["content"]["bytes"]:
+            return content
+        meta["content"]["bytes"] = len(content)
+
+
+def without_index(shard: bytes) -> bytes:
+    """Return *shard* as it was written before there was an index."""
+
+    def change(content: dict[str, Any]) -> None:
+        del content["index"], content["index_crc32"]
+
+    return change_seal(shard, change)
+
+
+def checksum_of_index(index: Any) -> int:
+    """Return the checksum that belongs to an index."""
+    return zlib.crc32(compact_json(index))
+
+
+def compact_json(content: Any) -> bytes:
+    """Return *content* as the metadata of a shard has it."""
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def _pick(rng: random.Random, files: Files) -> tuple[str, bytearray]:

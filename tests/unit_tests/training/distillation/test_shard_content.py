@@ -4,6 +4,8 @@
 import io
 import json
 import logging
+import re
+import tarfile
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,11 @@ from megatron.training.distillation.shard_reader import (
 )
 from megatron.training.distillation.utils import ShardName, write_shard_tar
 from tests.unit_tests.training.distillation.cache_files import IDENTIFIERS, SEQ, write_shard
-from tests.unit_tests.training.distillation.cache_mutations import read_members, write_members
+from tests.unit_tests.training.distillation.cache_mutations import (
+    read_members,
+    without_index,
+    write_members,
+)
 
 MANIFEST = RunManifest(sequence_length=SEQ, teacher={"checkpoint": "a", "step": 1})
 RUN = ExpectedRun(identifiers=IDENTIFIERS, manifest=MANIFEST, reports=True)
@@ -45,9 +51,14 @@ def read(root: Path, run: ExpectedRun = RUN, gbs: int = 4) -> list:
 
 
 @pytest.fixture
-def shard(tmp_path) -> bytes:
+def indexed(tmp_path) -> bytes:
     write_shard(tmp_path, 0, 8, manifest=MANIFEST)
     return (tmp_path / "dp0__0-8.tar").read_bytes()
+
+
+@pytest.fixture(params=["with an index", "without one"])
+def shard(indexed, request) -> bytes:
+    return indexed if request.param == "with an index" else without_index(indexed)
 
 
 # ---- the seal ------------------------------------------------------------------------------
@@ -57,9 +68,19 @@ def test_the_sealed_bytes_are_these():
     members = [("0-8.pt.zst", b"first"), ("8-16.pt.zst", b"second")]
     assert seal_meta(b'{"saver":{"k":8}}', "dp0__0-16.tar", members) == (
         b'{"saver":{"k":8},"content":{"name":"dp0__0-16.tar","bytes":10240,"members":2,'
-        b'"crc32":[%d,%d],"meta_crc32":%d}}'
-        % (zlib.crc32(b"first"), zlib.crc32(b"second"), zlib.crc32(b'{"saver":{"k":8}}'))
+        b'"crc32":[%d,%d],"meta_crc32":%d,"index":[[0,8,5],[8,16,6]],"index_crc32":%d}}'
+        % (
+            zlib.crc32(b"first"),
+            zlib.crc32(b"second"),
+            zlib.crc32(b'{"saver":{"k":8}}'),
+            zlib.crc32(b"[[0,8,5],[8,16,6]]"),
+        )
     )
+
+
+def test_members_of_other_names_have_no_index():
+    members = [("0-8.pt.zst", b"first"), ("more", b"second")]
+    assert "index" not in json.loads(seal_meta(b"{}", "dp0__0-16.tar", members))["content"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 300])
@@ -108,7 +129,8 @@ def test_anything_appended_is_found(shard, extra):
         open_shard(shard + extra, "dp0__0-8.tar")
 
 
-def test_a_member_more_or_less_is_found_at_the_same_size(shard):
+def test_a_member_more_or_less_is_found_at_the_same_size(indexed):
+    shard = without_index(indexed)
     members = read_members(shard)
     for changed in (members[:2], [*members, ("8-12.pt.zst", b"x")]):
         content = write_members(changed)
@@ -116,6 +138,20 @@ def test_a_member_more_or_less_is_found_at_the_same_size(shard):
         expected = f"has {len(changed) - 1} members, and was written with 2"
         with pytest.raises(CacheFormatError, match=expected):
             open_shard(content, "dp0__0-8.tar")
+
+
+def test_with_an_index_a_member_less_is_found_where_it_is_read(indexed):
+    members = read_members(indexed)
+    content = write_members(members[:2])
+    assert len(content) == len(indexed)
+    opened = open_shard(content, "dp0__0-8.tar")
+    opened.decode(opened.member_at(3))
+    with pytest.raises(CacheFormatError, match=r"member 4-8\.pt\.zst of .* no tar header at byte"):
+        opened.decode(opened.member_at(4))
+    # One that nobody knows of is not read.
+    opened = open_shard(write_members([*members, ("8-12.pt.zst", b"x")]), "dp0__0-8.tar")
+    assert opened.decode(opened.member_at(7)).values.shape[0] == SEQ
+    assert opened.member_at(8) is None
 
 
 def test_another_name_is_found(shard):
@@ -132,7 +168,24 @@ def test_members_that_changed_places_are_found(tmp_path, shard):
         assert isinstance(item.error, CacheFormatError)
         assert not item.fatal
         assert f"member {name} of teacher shard" in str(item.error)
-        assert "its checksum is" in str(item.error)
+        assert re.search(r"its checksum is|the index of the shard says", str(item.error))
+
+
+@pytest.mark.parametrize("offset", [0, 9, 600])
+def test_a_changed_member_of_the_same_size_is_found(tmp_path, shard, offset):
+    (tmp_path / "dp0__0-8.tar").write_bytes(flipped(shard, member=2, offset=offset))
+    first, second, _ = read(tmp_path)
+    assert not isinstance(first, IterationFailure)
+    assert isinstance(second.error, CacheFormatError)
+    assert "member 4-8.pt.zst of teacher shard" in str(second.error)
+    assert "its checksum is" in str(second.error)
+
+
+def flipped(shard: bytes, *, member: int, offset: int) -> bytes:
+    """Return *shard* with one bit changed in the content of a member."""
+    with tarfile.open(fileobj=io.BytesIO(shard)) as tar:
+        place = tar.getmembers()[member].offset_data + offset
+    return shard[:place] + bytes([shard[place] ^ 1]) + shard[place + 1 :]
 
 
 @pytest.mark.parametrize(
