@@ -10,6 +10,7 @@ local caches need neither the package nor its configuration.
 import contextlib
 import errno
 import io
+import logging
 import os
 import threading
 import time
@@ -19,7 +20,13 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from megatron.training.distillation import store_errors
+from megatron.training.distillation.read_ahead import ReadAhead
 from megatron.training.distillation.storage_retry import retry
+
+logger = logging.getLogger(__name__)
+
+SMALL_RANGE_BYTES = 16 * 2**10
+"""What is fetched at least where parts of an object are read: it may hold the next header too."""
 
 
 def local_path(url: str) -> str | None:
@@ -81,23 +88,32 @@ def move(url: str, target: str) -> None:
 
 
 class RemoteReader(io.RawIOBase):
-    """Reads an object at any position; fetching it begins at once, in the background.
+    """Reads an object at any position, one thread at a time; opening it begins in the background.
 
     The client fetches a whole object ahead, to memory, or to its cache if one is configured; an
     object too large for that is read range by range. Errors surface in the first read, after the
     object has been tried for a while. A read that fails later opens the object again and goes on
     where it was.
+
+    Args:
+        url: The object.
+        whole: Whether it is fetched whole at once. Otherwise each read is a range, until
+            :meth:`fetch_ahead` or :meth:`fetch_whole` asks for more; where the store refuses
+            ranges, the first one fetches it whole.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, whole: bool = True) -> None:
         super().__init__()
         self._url = url
+        self._is_whole = whole
         self._position = 0
         self._size = -1
         self._stream: BinaryIO | None = None
-        self._opened: Future[None] = Future()
+        self._in_use = threading.Lock()
+        self._small_range = (0, b"")
+        self._ahead: ReadAhead | None = None
         self._closing = threading.Event()
-        threading.Thread(target=self._open_ahead, name="object-store-open", daemon=True).start()
+        self._opened = self._open_in_background()
 
     def readable(self) -> bool:
         """Return True."""
@@ -125,7 +141,11 @@ class RemoteReader(io.RawIOBase):
         if self.closed:
             raise ValueError(f"{self._url} is read after it was closed.")
         self._opened.result()
-        data: bytes = _attempt("read", self._url, partial(self._read_once, size), self._pause)
+        left = max(0, self._size - self._position)
+        size = left if size < 0 else min(size, left)
+        data: bytes | None = b"" if size == 0 else self._read_part(size)
+        if data is None:
+            data = self._fetch(self._position, size)
         self._position += len(data)
         return data
 
@@ -135,26 +155,57 @@ class RemoteReader(io.RawIOBase):
         buffer[: len(data)] = data
         return len(data)
 
+    def fetch_ahead(self, start: int, size: int) -> None:
+        """Fetch *size* bytes at *start*, then what follows, ahead of the reads and in pieces.
+
+        This does nothing where all is fetched anyway, and after the first time.
+        """
+        if self._is_whole or self._ahead is not None:
+            return
+        self._opened.result()
+        self._ahead = ReadAhead(self._fetch, start, size, self._size)
+
+    def fetch_whole(self) -> None:
+        """Fetch all of the object, as it is now, in the background, unless that has begun."""
+        if self._is_whole:
+            return
+        self._end_reading_ahead()
+        self._small_range = (0, b"")
+        self._size = -1
+        self._is_whole = True
+        self._opened = self._open_in_background()
+
     def close(self) -> None:
         """Give the object up, without waiting for what is still being fetched."""
         super().close()
         self._closing.set()
+        self._end_reading_ahead()
         if self._opened.done():
             self._drop()
 
-    def _open_ahead(self) -> None:
+    def _open_in_background(self) -> Future[None]:
+        opened: Future[None] = Future()
+        arguments = (opened,)
+        name = "object-store-open"
+        threading.Thread(target=self._open_ahead, args=arguments, name=name, daemon=True).start()
+        return opened
+
+    def _open_ahead(self, opened: Future[None]) -> None:
         try:
-            _attempt("open", self._url, self._open, self._pause)
+            with self._in_use:
+                _attempt("open", self._url, self._open, self._pause)
         except OSError as error:
-            self._opened.set_exception(error)
+            opened.set_exception(error)
         else:
-            self._opened.set_result(None)
+            opened.set_result(None)
         if self._closing.is_set():
             self._drop()
 
     def _open(self) -> None:
+        self._drop()
         client, key = _resolve(self._url)
-        self._stream = client.open(key, "rb", prefetch_file=True)
+        options = {} if self._is_whole else {"memory_load_limit": 0}
+        self._stream = client.open(key, "rb", prefetch_file=self._is_whole, **options)
         with self._dropped_on_failure() as stream:
             size = stream.seek(0, os.SEEK_END)  # waits for an object that is fetched whole
             if self._size not in (-1, size):
@@ -163,11 +214,63 @@ class RemoteReader(io.RawIOBase):
                 )
             self._size = size
 
-    def _read_once(self, size: int) -> bytes:
+    def _read_part(self, size: int) -> bytes | None:
+        """Return what was fetched ahead, or with a small range; None if it has to be fetched."""
+        position = self._position
+        if self._ahead is not None:
+            try:
+                data = self._ahead.read(position, size)
+            except OSError:
+                self._end_reading_ahead()  # the next member begins anew
+                raise
+            if data is not None:
+                return data
+        if self._is_whole or size >= SMALL_RANGE_BYTES:
+            return None
+        start, held = self._small_range
+        if not start <= position <= position + size <= start + len(held):
+            held = self._fetch(position, min(SMALL_RANGE_BYTES, self._size - position))
+            start = position
+            self._small_range = start, held
+        return held[position - start : position - start + size]
+
+    def _end_reading_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    def _fetch(self, position: int, size: int) -> bytes:
+        """Return *size* bytes at *position*, which the object has."""
+        action = partial(self._read_once, position, size)
+        data: bytes = _attempt("read", self._url, action, self._pause)
+        return data
+
+    def _read_once(self, position: int, size: int) -> bytes:
+        with self._in_use:
+            if self._closing.is_set():
+                raise OSError(errno.EBADF, "it was closed")
+            if self._is_whole:
+                return self._read_stream(position, size)
+            try:
+                data = self._read_stream(position, size)
+            except store_errors.client_errors() as error:
+                if not store_errors.refuses_ranges(error):
+                    raise
+                reason = store_errors.reason(error)
+            else:
+                if len(data) == size:
+                    return data
+                reason = f"it gave {len(data)} bytes of {size}"
+            logger.debug("%s cannot be read by ranges and is fetched whole: %s", self._url, reason)
+            self._is_whole = True
+            self._drop()
+            return self._read_stream(position, size)
+
+    def _read_stream(self, position: int, size: int) -> bytes:
         if self._stream is None:
             self._open()
         with self._dropped_on_failure() as stream:
-            stream.seek(self._position)
+            stream.seek(position)
             return stream.read(size)
 
     @contextlib.contextmanager

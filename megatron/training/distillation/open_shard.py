@@ -27,7 +27,7 @@ from megatron.training.distillation.payload import (
     decode_packed_rows,
     max_payload_bytes,
 )
-from megatron.training.distillation.tar_layout import members_behind, tar_size
+from megatron.training.distillation.tar_layout import BLOCK, members_behind, tar_size
 from megatron.training.distillation.utils import (
     ShardMeta,
     ShardName,
@@ -198,6 +198,9 @@ class OpenShard:
         return rows
 
     def _read(self, entry: TarMember) -> bytes:
+        """Return a member's content; an object store fetches what follows it ahead."""
+        start = entry.offset - BLOCK if self._has_index else entry.offset
+        storage.fetch_ahead(self._stream, start, entry.offset + entry.size - start)
         read = read_indexed_member if self._has_index else read_member
         return read(self._stream, entry)
 

@@ -291,9 +291,8 @@ class _RowStream:
             is_alone = self._company.wants_neighbour
             path = self._directory.path_of(name)
             try:
-                stream = self._prefetched.pop(name, None)
-                if stream is None:
-                    stream = storage.open_read(path)
+                # No iteration before the one that is being searched will be asked for again.
+                stream = self._take_stream(name, whole=self._next <= name.start)
                 try:
                     shard = self._directory.open_shard(name, stream, self._reader.expected_run)
                     self._company.admit(shard)
@@ -307,31 +306,47 @@ class _RowStream:
             except storage.ERRORS as error:
                 raise TeacherDataError(f"Cannot read teacher shard {path}: {error}") from error
             self._shards[name] = shard
-            self._prefetch_after(name)
             if is_alone:
                 self._meet_neighbour_of(name)
+            self._prefetch_after(name)
         return shard
 
+    def _take_stream(self, name: ShardName, *, whole: bool) -> BinaryIO:
+        """Return the stream of a shard; if *whole*, an object store begins to fetch all of it."""
+        stream = self._prefetched.pop(name, None)
+        if stream is None:
+            return storage.open_read(self._directory.path_of(name), whole=whole)
+        if whole:
+            storage.fetch_whole(stream)
+        return stream
+
     def _meet_neighbour_of(self, name: ShardName) -> None:
-        """Open one more shard with the first one; two that do not fit are an error of both."""
+        """Compare one more shard with the first one; two that do not fit are an error of both."""
         neighbour = self._directory.neighbour(name)
         if neighbour is None:
             return
+        run = self._reader.expected_run
         try:
-            self._open(neighbour)
+            stream = self._take_stream(neighbour, whole=False)
+            try:
+                found = self._directory.open_shard(neighbour, stream, run, with_members=False)
+                self._company.admit(found)
+            except BaseException:
+                stream.close()
+                raise
+            self._prefetched[neighbour] = stream
         except MixedCacheError:
             raise
-        except _BATCH_ERRORS as error:  # its samples may not be needed
+        except (*_BATCH_ERRORS, *storage.ERRORS) as error:  # its samples may not be needed
             logger.debug("Teacher shard %s cannot be compared: %s", neighbour, error)
 
     def _prefetch_after(self, name: ShardName) -> None:
         if not storage.is_remote(self._directory.path):
             return
         for following in self._directory.following(name, self._reader.msc_prefetch_depth):
-            if following not in self._shards and following not in self._prefetched:
-                path = self._directory.path_of(following)
+            if following not in self._shards:
                 with contextlib.suppress(*storage.ERRORS):  # reported when its turn comes
-                    self._prefetched[following] = storage.open_read(path)
+                    self._prefetched[following] = self._take_stream(following, whole=True)
 
     def _relist(self) -> Exception | None:
         """Forget what is open, as it may have been replaced, and list the directory again."""

@@ -112,17 +112,33 @@ def list_names(directory: str, prefix: str = "") -> list[str]:
         raise _located(error, "cannot list the directory", directory) from error
 
 
-def open_read(path: str) -> BinaryIO:
+def open_read(path: str, *, whole: bool = True) -> BinaryIO:
     """Open *path* for reading at any position.
 
     Local files are unbuffered: a header costs 512 bytes, and ``read`` may return less than asked.
     A remote object begins to download in the background, so opening a few ahead prefetches them;
-    its errors surface when it is read.
+    its errors surface when it is read. Without *whole* only the parts that are read are fetched.
     """
     on_disk = _on_disk(path)
     if on_disk is None:
-        return cast(BinaryIO, object_store.RemoteReader(path))
+        return cast(BinaryIO, object_store.RemoteReader(path, whole=whole))
     return cast(BinaryIO, open(on_disk, "rb", buffering=0))
+
+
+def fetch_whole(stream: BinaryIO) -> None:
+    """Begin to download all of a remote object that was opened for a part of it."""
+    if isinstance(stream, object_store.RemoteReader):
+        stream.fetch_whole()
+
+
+def fetch_ahead(stream: BinaryIO, start: int, size: int) -> None:
+    """Announce a read of *size* bytes at byte *start*, and that what follows is read after it.
+
+    Of a remote object that is not downloaded whole, these bytes are fetched and then the following
+    ones, in the background and only so far ahead.
+    """
+    if isinstance(stream, object_store.RemoteReader):
+        stream.fetch_ahead(start, size)
 
 
 def publish(path: str, write: Callable[[BinaryIO], None]) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 _RETRIED_STATUS = (408, 429)
 """HTTP answers below 500 that ask for another attempt: timeout, too many requests."""
+_REFUSED_STATUS = (416, 501)
+"""HTTP answers that deny a range: not within the object, not implemented."""
 _CORRECT_PROFILE = "Correct it in the file that MSC_CONFIG names"
 
 
@@ -79,6 +81,25 @@ def _lies_on_the_way(error: BaseException) -> bool:
     return isinstance(
         error, ConnectionError | FlexibleChecksumError | HTTPClientError | IncompleteReadError
     )
+
+
+def refuses_ranges(error: Exception) -> bool:
+    """Return whether a store cannot give a part of an object, or the client cannot take it.
+
+    Some stores send the checksum of the whole object with a part of it.
+    """
+    return any(
+        _http_status(link) in _REFUSED_STATUS
+        or isinstance(link, NotImplementedError)
+        or (isinstance(link, _botocore_errors()) and _is_checksum_error(link))
+        for link in _chain(error)
+    )
+
+
+def _is_checksum_error(error: BaseException) -> bool:
+    from botocore.exceptions import FlexibleChecksumError
+
+    return isinstance(error, FlexibleChecksumError)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

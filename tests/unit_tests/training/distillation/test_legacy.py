@@ -652,7 +652,7 @@ def test_object_storage_with_prefetch(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "join", lambda directory, name: str(Path(directory) / name))
     monkeypatch.setattr(storage, "list_names", lambda path: names)
     monkeypatch.setattr(
-        storage, "open_read", lambda path: opened.append(Path(path).name) or local_open(path)
+        storage, "open_read", lambda path, **_: opened.append(Path(path).name) or local_open(path)
     )
     wanted = layout(2, rank=1)
     check(read(tmp_path, wanted, decode_threads=1, msc_prefetch_depth=2), wanted, 0, 32)

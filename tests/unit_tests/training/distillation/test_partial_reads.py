@@ -41,8 +41,8 @@ LAYOUT = LoadLayout(dp_rank=0, dp_size=1, mbs=4, gbs=GBS)
 NAME = f"dp0__0-{MEMBERS * GBS}.tar"
 
 
-def reader(root: Path) -> TeacherRowReader:
-    return TeacherRowReader(str(root), LAYOUT, expected_identifiers=None, decode_threads=1)
+def reader(root: Path, *, run: dict[str, Any] | None = None) -> TeacherRowReader:
+    return TeacherRowReader(str(root), LAYOUT, expected_identifiers=run, decode_threads=1)
 
 
 @pytest.fixture
@@ -98,6 +98,18 @@ def test_up_to_the_first_sample_a_small_part_is_read(large, bytes_read, index, m
     headers = 2 if index else MEMBERS + 2
     assert bytes_read == {path.name: meta + content + 512 * headers}
     assert bytes_read[path.name] < 0.03 * path.stat().st_size
+
+
+def test_the_shard_that_is_compared_costs_its_metadata(large, bytes_read):
+    first, second = sorted(large.iterdir())
+    start = (MEMBERS - 2) * GBS
+    items = reader(large, run=IDENTIFIERS).iterations(start)
+    assert_large_rows(next(items), start)
+    assert bytes_read[second.name] == 512 + layout_of(second)[0].size
+    assert bytes_read[first.name] < 0.03 * first.stat().st_size
+    for _ in range(2):
+        assert_large_rows(next(items), start := start + GBS)
+    items.close()
 
 
 def assert_large_rows(item: Any, start: int) -> None:

@@ -821,7 +821,7 @@ def test_only_what_is_needed_is_read_and_decoded_once(tmp_path, monkeypatch):
         return decode(shard, member)
 
     monkeypatch.setattr(shard_directory.OpenShard, "decode", watch_decode)
-    monkeypatch.setattr(storage, "open_read", lambda p: opened.append(p) or open_read(p))
+    monkeypatch.setattr(storage, "open_read", lambda p, **k: opened.append(p) or open_read(p, **k))
     # A quarter of the teacher's batch size: four iterations share a member.
     read(tmp_path, layout(2, 1, 6, rank=1), start=24, decode_threads=4)
     assert sorted(decoded) == [(1, 24), (1, 48), (1, 72)]
@@ -831,7 +831,7 @@ def test_only_what_is_needed_is_read_and_decoded_once(tmp_path, monkeypatch):
 def test_ranks_start_from_different_shards(grid, monkeypatch):
     opened = []
     open_read = storage.open_read
-    monkeypatch.setattr(storage, "open_read", lambda p: opened.append(p) or open_read(p))
+    monkeypatch.setattr(storage, "open_read", lambda p, **k: opened.append(p) or open_read(p, **k))
     for rank in range(6):
         read(grid[1, 6, 24], layout(6, 1, 24, rank))
     assert len(opened) == 6
@@ -901,7 +901,7 @@ def test_object_storage_with_prefetch(tmp_path, monkeypatch):
     root = "msc://test-shard-reader/cache"
     opened = []
     open_read = storage.open_read
-    monkeypatch.setattr(storage, "open_read", lambda p: opened.append(p) or open_read(p))
+    monkeypatch.setattr(storage, "open_read", lambda p, **k: opened.append(p) or open_read(p, **k))
     wanted = layout(2, 1, 4, rank=1)
     descriptors = None
     for depth in (0, 3):
@@ -914,8 +914,8 @@ def test_object_storage_with_prefetch(tmp_path, monkeypatch):
             msc_prefetch_depth=depth,
         ).iterations(0)
         items = [next(stream)]
-        # The first shard is compared with the next one, which is opened with those ahead of it.
-        assert len(opened) == 2 + depth
+        # The first shard is compared with the next one, which is one of those ahead of it.
+        assert len(opened) == 1 + max(1, depth)
         items += stream
         check(items, wanted, 0, 32)
         assert opened == [f"{root}/dp1__{a}-{a + 4}.tar" for a in range(0, 32, 4)]
