@@ -141,7 +141,8 @@ class JobRunner:
             succeeds: Whether the job must exit with 0; otherwise it must not.
             timeout: Seconds after which the job has failed.
             env: Further environment variables.
-            fresh: Start the ranks as interpreters of their own, with nothing imported.
+            fresh: Start the ranks, and the fork servers of their checkpoint workers, as
+                interpreters of their own, with nothing imported.
 
         Raises:
             AssertionError: The job hung, or ended otherwise than expected.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forks torchrun and its ranks from a process that has imported the trainer: seconds less per job.
 
-Ranks then run their script as an interpreter of their own would. A job may ask for such an
-interpreter instead; what a user types is run that way by the tests of the quickstart and of the
-SLURM scripts.
+Ranks then run their script as an interpreter of their own would, and so does the fork server that a
+rank has its checkpoint worker from. A job may ask for such interpreters instead: those of hybrid
+models, and of most kinds of dumps one, do. What a user types is run that way by the tests of the
+quickstart and of the SLURM scripts.
 """
 
 import atexit
@@ -23,6 +24,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from torch.distributed import run
+
+from tests.functional_tests.fork_server import fork_future_server
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = "tests.functional_tests.preloaded"
@@ -46,7 +49,7 @@ def start_torchrun(
         arguments: The command line of torchrun.
         environment: Environment variables besides :data:`ENVIRONMENT`; all there are.
         output: The file.
-        fresh: Start the ranks as interpreters of their own.
+        fresh: Start the ranks, and their fork servers, as interpreters of their own.
     """
     return _start(_torchrun if fresh else _torchrun_forking, arguments, environment, output)
 
@@ -131,6 +134,7 @@ def _be_rank(command: list[str]) -> None:
     atexit._clear()
     # A rank that wants a fork server, for its checkpoint worker, starts one of its own.
     forkserver.set_forkserver_preload(["__main__"])
+    fork_future_server()
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
     try:

@@ -75,7 +75,7 @@ def test_every_operation_on_the_files_of_a_window(
 
 def test_operations_that_fail_once_are_tried_again(dump: DisturbedDump) -> None:
     faults = Faults(path=str(dump.cache), error="EIO", each_once=True, patience=10.0)
-    job = dump.resume(**faults.options())
+    job = dump.resume(**faults.options(), fresh=True)
     retried = re.findall(r"Cannot write (\S+\.tar): \[Errno 5\].*?Trying again in", job.log)
     # Of each window: open, write and with it close, fsync, replace. Of the directory, which is one
     # file: list, open, fsync and with it close.

@@ -73,7 +73,7 @@ def s3_dump(workshop: Workshop, s3_server: S3Server) -> str:
     arguments = [*workshop.dump_arguments(DUMPS["dp2"], url, save), "--enable-msc"]
     env = {"MSC_CONFIG": str(s3_server.config)}
     first = [*arguments, "--save-interval", "2", "--exit-interval", "4"]
-    workshop.jobs.run("s3-dump-begun", first, ranks=2, env=env)
+    workshop.jobs.run("s3-dump-begun", first, ranks=2, env=env, fresh=True)
     assert shards(s3_server.objects / "dump") == [
         f"dp{rank}__{span}.tar" for rank in range(2) for span in ("0-8", "8-16")
     ]

@@ -83,6 +83,7 @@ def test_killed_dump_leaves_nothing_and_ends_as_one_in_memory(
         "dump-with-spools",
         [*arguments(DUMP_ITERATIONS, FLUSH_INTERVAL), "--tensorboard-dir", str(tensorboard)],
         ranks=CASE.ranks,
+        fresh=True,
     )
     assert read_cache(cache) == read_cache(in_memory.cache)
     assert os.listdir(spools) == []

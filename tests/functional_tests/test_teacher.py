@@ -74,7 +74,7 @@ def interrupted_dump(workshop: Workshop) -> tuple[Path, Path, JobResult, JobResu
     place = workshop.directory / "interrupted"
     arguments = workshop.dump_arguments(DUMPS["tp1"], place / "cache", place / "save")
     half = ["--exit-interval", str(DUMP_ITERATIONS // 2)]
-    first = workshop.jobs.run("dump-first-half", [*arguments, *half])
+    first = workshop.jobs.run("dump-first-half", [*arguments, *half], fresh=True)
     second = workshop.jobs.run("dump-second-half", arguments, record=place / "record")
     return place / "cache", place / "record", first, second
 

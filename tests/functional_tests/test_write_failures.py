@@ -203,6 +203,7 @@ def test_killed_rank(
         ranks=CASE.ranks,
         disturb=kill_rank,
         says=None,
+        fresh=True,
     )
     assert re.search(r"Signal 9 \(SIGKILL\) received by PID", job.log)
     assert 0 < dump.confirmed() < LONG_ITERATIONS
