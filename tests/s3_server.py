@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ports import free_port
 
 BUCKET = "caches"
 _START_SECONDS = 20.0
@@ -48,7 +49,7 @@ class S3Server:
         self.access_key = secrets.token_hex(8)
         self.secret_key = secrets.token_hex(20)
         self.wrong_secret = secrets.token_hex(20)
-        self.port = _free_port()
+        self.port = free_port()
         # The client keeps one connection per profile name and process.
         self.name = f"s3-{self.access_key}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -195,9 +196,3 @@ def file_profile(directory: Path) -> dict[str, Any]:
 def _binary() -> str | None:
     """Return the server's program: the one of this environment, as a distribution's may be old."""
     return shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -10,7 +10,6 @@ import itertools
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from tests.functional_tests.cases import DUMP_GLOBAL_BATCH, DUMPS, Workshop
 from tests.functional_tests.checkpoints import latest_iteration
 from tests.functional_tests.harness import PRETRAIN_GPT
 from tests.functional_tests.launcher import start_rank
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(900)]
 
@@ -73,13 +73,10 @@ def schedule(seed: int, kills: int) -> list[Kill]:
 @contextlib.contextmanager
 def running_ranks(arguments: list[str], log: Path) -> Iterator[list[BaseProcess]]:
     """Start the ranks of a job, each leading a process group of its own; kill what is left."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(RANKS),
         "LOCAL_WORLD_SIZE": str(RANKS),
     }
