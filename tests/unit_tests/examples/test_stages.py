@@ -87,10 +87,11 @@ def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_interruption_stops_the_command(tmp_path: Path) -> None:
-    stage = shell(tmp_path, "a", "echo $$ > pid; exec sleep 60")
+    stage = shell(tmp_path, "a", "echo $$ > pid; echo begun; exec sleep 60")
 
     def interrupt() -> None:
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        # Its output in the log says that the command is being waited for, not only started.
+        while not stage.log.exists() or "\nbegun\n" not in stage.log.read_text():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
