@@ -42,7 +42,7 @@ def run_python(
         [sys.executable, *program, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         env=variables,
         cwd="/",
         check=False,

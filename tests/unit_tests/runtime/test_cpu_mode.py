@@ -101,7 +101,7 @@ if __name__ == "__main__":
     queue = context.Queue()
     child = context.Process(target=report, args=(queue,))
     child.start()
-    print("child:", *queue.get(timeout=50))
+    print("child:", *queue.get(timeout=100))
     child.join()
 """
 

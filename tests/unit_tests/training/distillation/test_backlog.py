@@ -196,7 +196,7 @@ def test_lost_window_ends_the_wait(loss: str) -> None:
         env={name: value for name, value in os.environ.items() if "TORCHELASTIC" not in name},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert ended.returncode == 1
     assert "The teacher waits" in ended.stderr

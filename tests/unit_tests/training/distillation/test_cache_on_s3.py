@@ -133,7 +133,7 @@ def test_worker_that_inherits_nothing_enables_the_client(server):
     url = server.url("worker/dp0__0-8.tar")
     arguments = (url, members(0, 8), True)
     with multiprocessing.get_context("forkserver").Pool(1) as worker:
-        found = worker.apply_async(_flush_in_a_process_of_its_own, arguments).get(60)
+        found = worker.apply_async(_flush_in_a_process_of_its_own, arguments).get(110)
     assert found == (False, True)
     assert storage.list_names(server.url("worker")) == ["dp0__0-8.tar"]
 

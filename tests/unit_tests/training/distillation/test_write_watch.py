@@ -378,7 +378,7 @@ def test_blocked_main_thread_does_not_keep_the_process(tmp_path: Path, end: str)
         env=os.environ | {"TORCHELASTIC_ERROR_FILE": str(report)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert ended.returncode == 1
     assert "LogitsWriteError: The window of samples 0 to 3" in ended.stderr
