@@ -6,6 +6,9 @@
 VENV ?= .venv
 OUT ?= quickstart_out
 BIN := $(VENV)/bin
+# Test processes side by side; 0 runs the tests in pytest itself, as --pdb needs it.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Several processes share few cores here; more threads than cores make an iteration many times slower.
 export OMP_NUM_THREADS ?= 1
@@ -42,13 +45,13 @@ spell: env-dev  ## spelling of code and prose
 	$(BIN)/codespell
 
 unit: env-dev  ## unit tests without the slow ones
-	$(BIN)/python -m pytest tests/unit_tests -m "not slow" $(ARGS)
+	$(PYTEST) tests/unit_tests -m "not slow" $(ARGS)
 
 unit-all: env-dev  ## all unit tests
-	$(BIN)/python -m pytest tests/unit_tests $(ARGS)
+	$(PYTEST) tests/unit_tests $(ARGS)
 
 functional: env-dev  ## real training runs through torchrun, on the CPU
-	$(BIN)/python -m pytest tests/functional_tests $(ARGS)
+	$(PYTEST) tests/functional_tests $(ARGS)
 
 clean:  ## remove caches and the quickstart's output; the environment stays
 	rm -rf $(OUT) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

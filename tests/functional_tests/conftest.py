@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that the functional tests share: one corpus, one teacher, its dumps, its students."""
+"""Fixtures that the functional tests share: one corpus, one teacher, its dumps, its students.
 
-from collections.abc import Callable
+With ``-n`` several processes run the tests, and each makes what its tests share.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,16 +15,30 @@ from tests.functional_tests.cases import Workshop
 from tests.functional_tests.failing_jobs import FailingJobs
 from tests.functional_tests.harness import JobRunner
 
-_table: list[str] = []
-_runners: list[JobRunner] = []
-_failing: list[FailingJobs] = []
+MATRIX = ("test_layouts", "test_student", "test_targets", "test_teacher")
+"""Modules whose tests share most dumps and students; those of other modules share but a few."""
+
+_ROW, _JOB, _END = "row of the table", "training job", "end of a failed job"
+Timing = tuple[str, tuple[float, str]]
+"""What was timed; seconds, and the name of the job."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have one process run the tests of a module, and one those of all of :data:`MATRIX`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByJobs(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return "matrix" if Path(module).stem in MATRIX else module
+
+    return ByJobs(config, log)
 
 
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> JobRunner:
-    runner = JobRunner(tmp_path_factory.mktemp("jobs"))
-    _runners.append(runner)
-    return runner
+    return JobRunner(tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.fixture(scope="session")
@@ -28,27 +48,62 @@ def workshop(jobs: JobRunner) -> Workshop:
 
 @pytest.fixture(scope="session")
 def failing_jobs(jobs: JobRunner) -> FailingJobs:
-    _failing.append(FailingJobs(jobs))
-    return _failing[-1]
+    return FailingJobs(jobs)
 
 
 @pytest.fixture
-def table_row() -> Callable[[str], None]:
+def table_row(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Add a line to the table that is shown after the tests."""
-    return _table.append
+    return lambda row: record_property(_ROW, row)
+
+
+@pytest.fixture(scope="session")
+def new_timings(jobs: JobRunner, failing_jobs: FailingJobs) -> Callable[[], list[Timing]]:
+    """Give what each job took, and the end of one that fails, once."""
+    given = {_JOB: 0, _END: 0}
+
+    def new() -> list[Timing]:
+        timings = {
+            _JOB: [(job.seconds, job.name) for job in jobs.finished],
+            _END: [(failed.seconds, failed.job.name) for failed in failing_jobs.ended],
+        }
+        found = [(kind, timing) for kind in timings for timing in timings[kind][given[kind] :]]
+        given.update({kind: len(timings[kind]) for kind in timings})
+        return found
+
+    return new
+
+
+@pytest.fixture(autouse=True)
+def recorded_timings(
+    new_timings: Callable[[], list[Timing]],
+    record_property: Callable[[str, object], None],
+) -> Iterator[None]:
+    """Keep what jobs took in the test's report, which reaches the process that shows it."""
+    yield
+    for kind, timing in new_timings():
+        record_property(kind, timing)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _table:
+    shown: dict[str, list[Any]] = {_ROW: [], _JOB: [], _END: []}
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        # Those of the other phases have a part of the same.
+        if isinstance(report, pytest.TestReport) and report.when == "teardown":
+            for name, value in report.user_properties:
+                if name in shown:
+                    shown[name].append(value)
+    if shown[_ROW]:
         terminalreporter.section("targets used, compared with the float64 oracle")
-        for line in _table:
+        for line in shown[_ROW]:
             terminalreporter.line(line)
-    for runner in _runners:
-        total = sum(job.seconds for job in runner.finished)
-        terminalreporter.section(f"{len(runner.finished)} training jobs, {total:.0f} s")
-        for job in runner.finished:
-            terminalreporter.line(f"{job.seconds:6.1f} s  {job.name}")
-    for failing in _failing:
-        terminalreporter.section("seconds from the message of a failure to the end of the job")
-        for failed in failing.ended:
-            terminalreporter.line(f"{failed.seconds:6.1f} s  {failed.job.name}")
+    total = sum(seconds for seconds, _ in shown[_JOB])
+    titles = {
+        _JOB: f"{len(shown[_JOB])} training jobs, {total:.0f} s",
+        _END: "seconds from the message of a failure to the end of the job",
+    }
+    for kind, title in titles.items():
+        if shown[kind]:
+            terminalreporter.section(title)
+        for seconds, name in shown[kind]:
+            terminalreporter.line(f"{seconds:6.1f} s  {name}")
