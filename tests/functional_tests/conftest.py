@@ -18,6 +18,9 @@ from tests.functional_tests.harness import JobRunner
 MATRIX = ("test_layouts", "test_student", "test_targets", "test_teacher")
 """Modules whose tests share most dumps and students; those of other modules share but a few."""
 
+LONG = ("test_kills", *MATRIX)
+"""Modules that take longest, to be begun first, so that processes end at about the same time."""
+
 _ROW, _JOB, _END = "row of the table", "training job", "end of a failed job"
 Timing = tuple[str, tuple[float, str]]
 """What was timed; seconds, and the name of the job."""
@@ -33,7 +36,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             module = nodeid.partition("::")[0]
             return "matrix" if Path(module).stem in MATRIX else module
 
+    # It would begin with the modules of most tests, and few jobs may take long.
+    config.option.loadscopereorder = False
     return ByJobs(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of :data:`LONG` first; all others stay in order."""
+    order = {stem: number for number, stem in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(scope="session")
