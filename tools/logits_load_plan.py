@@ -25,7 +25,6 @@ from tools.load_plan.prediction import Prediction, predict
 from tools.load_plan.setting import (
     FILESYSTEM,
     GIB,
-    MIB,
     OBJECT_STORE,
     Batches,
     Dump,
@@ -120,26 +119,24 @@ def _parser() -> argparse.ArgumentParser:
         "--logits-load-msc-prefetch-depth", type=int, default=2, help="the student's"
     )
     loader.add_argument(
-        "--reader-bytes", type=int, default=2 * GIB, help="decoded rows a reader may hold ahead"
+        "--logits-load-max-ahead-bytes", type=int, default=2 * GIB, help="the student's"
     )
     loader.add_argument(
         "--queued-iterations",
         type=int,
-        help="finished iterations waiting in a loader process; default 2, object stores 0",
+        help="finished iterations on their way to the trainer; default 3, object stores 2",
     )
     loader.add_argument(
         "--decode-us-per-token", type=float, default=2.0, help="CPU time of a thread"
     )
-    loader.add_argument(
-        "--msc-cache", action="store_true", help="whole shards go to a disk of the node"
-    )
+    loader.add_argument("--msc-cache", action="store_true", help="shards go to a disk of the node")
 
     dump = parser.add_argument_group("dump; batch sizes and DP default to the student's")
     for name in ("data-parallel-size", "micro-batch-size", "global-batch-size"):
         dump.add_argument(f"--save-{name}", type=int, help="the teacher's")
     dump.add_argument("--save-interval", type=int, required=True, help="iterations per shard")
     dump.add_argument("--stored-bytes-per-token", type=float, default=340, help="compressed")
-    dump.add_argument("--packed-bytes-per-token", type=float, default=550, help="in memory")
+    dump.add_argument("--packed-bytes-per-token", type=float, default=533, help="in memory")
 
     store = parser.add_argument_group("store; what it gives to this run")
     store.add_argument(
@@ -192,15 +189,15 @@ def _setting(options: argparse.Namespace) -> Setting:
         latency=_or(options.store_latency_ms, defaults["latency_ms"]) / 1e3,
         connection_bandwidth=_or(options.connection_gb_s, defaults["connection_gb_s"]) * 1e9,
     )
-    # An object store's client does not survive a fork: it reads in the trainer's own process.
-    queued = 2 if options.store == FILESYSTEM else 0
+    # A thread of the trainer holds one and has one ready; a loader process, which object stores do
+    # not have because their client does not survive a fork, has one more.
+    queued = 3 if options.store == FILESYSTEM else 2
     loader = Loader(
         decode_threads=options.logits_load_decode_threads,
         prefetch_depth=options.logits_load_msc_prefetch_depth,
-        max_ahead_bytes=options.reader_bytes,
+        max_ahead_bytes=options.logits_load_max_ahead_bytes,
         queued_iterations=_or(options.queued_iterations, queued),
         decode_seconds_per_token=options.decode_us_per_token / 1e6,
-        whole_shard_bytes=512 * MIB,
         node_cache=options.msc_cache,
     )
     return Setting(student=student, dump=dump, store=store, loader=loader)

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.load_plan.member_needs import MemberUses, member_uses, saved_ranks
+from tools.load_plan.member_needs import Ints, MemberUses, member_uses, saved_ranks
 from tools.load_plan.setting import FILESYSTEM, Setting
 from tools.load_plan.simulation import Trace, simulate
 
-REQUESTS_PER_OPEN = 2
-"""The size of the shard, and its metadata."""
 _STR_BYTES = 57
 """What a name in a list costs besides its characters."""
 
@@ -151,23 +149,34 @@ def store_load(
     """Return requests to the store, and bytes from it, that *uses* take per iteration.
 
     A shard counts for the part of it that the iterations cover. The readers of a node that share a
-    cache fetch a shard once.
+    cache fetch a shard once, and each of them asks for its size. Each reader opens the shard that
+    tells it how the samples of a window were dealt, whether it needs rows of it or not.
     """
     loader, dump = setting.loader, setting.dump
     place = uses.reader
     if setting.fetches_whole_shards and loader.node_cache:
         place = np.asarray(setting.student.reader_nodes)[uses.reader]
     window = uses.teacher_iteration // dump.save_interval
-    shards = np.unique(np.stack([place, uses.saved_rank, window]), axis=1)[2]
+    guides = np.stack([place, uses.reader % dump.batches.dp, window])
+    wanted = np.concatenate([guides, np.stack([place, uses.saved_rank, window])], axis=1)
+    by_reader = wanted.copy()
+    by_reader[0] = np.tile(uses.reader, 2)
     end = start + iterations * setting.student.gbs
-    begins = shards * dump.shard_samples
-    covered = np.minimum(begins + dump.shard_samples, end) - np.maximum(begins, start)
-    opened = float(covered.sum()) / dump.shard_samples
+
+    def opens(shards: Ints) -> float:
+        """Return how many different ones there are, each by the part of it that is covered."""
+        begins = np.unique(shards, axis=1)[2] * dump.shard_samples
+        covered = np.minimum(begins + dump.shard_samples, end) - np.maximum(begins, start)
+        return float(covered.sum()) / dump.shard_samples
+
+    opened = opens(by_reader)
     if setting.fetches_whole_shards:
-        requests = opened * (1 + setting.shard_parts)
-        return requests / iterations, opened * setting.shard_bytes / iterations
-    requests = len(uses) + opened * REQUESTS_PER_OPEN
-    size = len(uses) * setting.member_bytes + opened * loader.open_bytes
+        fetched = opens(wanted)
+        requests = opened + fetched * len(setting.download_parts)
+        return requests / iterations, fetched * setting.shard_bytes / iterations
+    head = setting.head_reads(is_begun_inside=False)
+    requests = len(uses) + opened * (1 + len(head))
+    size = len(uses) * setting.member_read_bytes + opened * sum(size for _, size in head)
     return requests / iterations, size / iterations
 
 
@@ -175,7 +184,7 @@ def _resume(setting: Setting, listing: Listing, iterations: int) -> float:
     """Return how long the first iteration waits that starts in the middle of a shard."""
     gbs = setting.student.gbs
     middle = setting.dump.shard_samples // 2 // gbs * gbs
-    ahead = setting.loader.lookahead + setting.loader.queued_iterations + 1
+    ahead = setting.loader.decode_lookahead + setting.loader.queued_iterations + 1
     count = min(iterations, ahead, (setting.dump.train_samples - middle) // gbs)
     if count < 1:  # the cache is shorter than a shard
         middle, count = 0, min(iterations, ahead)
@@ -186,7 +195,7 @@ def _resume(setting: Setting, listing: Listing, iterations: int) -> float:
 def _stalls(setting: Setting, trace: Trace, resume: float) -> Stalls:
     """Sort the waits of a run by what they are for."""
     gbs, shard = setting.student.gbs, setting.dump.shard_samples
-    ahead = setting.loader.lookahead + setting.loader.queued_iterations + 1
+    ahead = setting.loader.decode_lookahead + setting.loader.queued_iterations + 1
     count = len(trace.stalls)
     around: set[int] = set()
     for boundary in range(shard, count * gbs, shard):

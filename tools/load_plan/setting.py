@@ -8,6 +8,7 @@ from functools import cached_property
 FILESYSTEM, OBJECT_STORE = "filesystem", "object"
 GIB = 1 << 30
 MIB = 1 << 20
+KIB = 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,17 +109,24 @@ class Dump:
         train_samples: Samples in the cache.
         stored_bytes_per_token: Of a compressed payload.
         packed_bytes_per_token: Of decoded entries in memory.
+        header_bytes: Of a member, in front of it and read with it.
+        metadata_bytes: Of a shard's metadata with its header, but without the index.
+        index_bytes_per_member: Of the index in the metadata.
     """
 
     batches: Batches
     save_interval: int
     train_samples: int
     stored_bytes_per_token: float = 340
-    packed_bytes_per_token: float = 550
+    packed_bytes_per_token: float = 533
+    header_bytes: int = 512
+    metadata_bytes: int = 2048
+    index_bytes_per_member: int = 40
 
     def __post_init__(self) -> None:
         """Check the sizes; ValueError names the one that does not fit."""
-        check_positive(self)
+        optional = ("header_bytes", "metadata_bytes", "index_bytes_per_member")
+        check_positive(self, may_be_zero=optional)
 
     @property
     def shard_samples(self) -> int:
@@ -126,9 +134,14 @@ class Dump:
         return self.save_interval * self.batches.gbs
 
     @property
+    def windows(self) -> int:
+        """Shards of each DP rank."""
+        return -(-self.train_samples // self.shard_samples)
+
+    @property
     def shards(self) -> int:
         """Files in the directory."""
-        return self.batches.dp * -(-self.train_samples // self.shard_samples)
+        return self.batches.dp * self.windows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,13 +182,17 @@ class Loader:
     Attributes:
         decode_threads: Threads that read and decode, and iterations worked on ahead.
         prefetch_depth: Shards of an object store fetched ahead, per saved DP rank.
-        max_ahead_bytes: Decoded rows that a reader may hold for iterations ahead of the next one.
-        queued_iterations: Finished iterations that wait in the loader process's queue; 0 reads in
-            the trainer's own process.
+        max_ahead_bytes: Decoded rows that a reader may hold.
+        held_iterations: Iterations that count as held outside of the reader.
+        queued_iterations: Finished iterations on their way from the reader to the trainer; 0 has a
+            step ask the reader itself.
         decode_seconds_per_token: CPU time of one thread.
-        whole_shard_bytes: Largest shard of an object store that is fetched whole.
-        node_cache: Whole shards lie on a disk that the readers of a node share, not in memory.
-        open_bytes: What opening a shard reads, after asking for its size.
+        whole_shard_bytes: Largest shard of an object store that is fetched whole into memory.
+        node_cache: What an object store sends lies on a disk that the readers of a node share.
+        cache_line_bytes: What such a cache fetches at least where a part of a shard is read.
+        small_range_bytes: What is read at least of a shard that is not fetched whole.
+        piece_bytes: What is fetched at once behind the member with which reading begins.
+        pieces_ahead: Pieces of these beyond the member that was read last.
         single_part_bytes: Largest shard that is fetched by one request; the client's threshold.
         part_bytes: What one request of a larger shard's download fetches.
         parts_at_once: Requests of one download that run at the same time.
@@ -184,26 +201,42 @@ class Loader:
     decode_threads: int = 4
     prefetch_depth: int = 2
     max_ahead_bytes: int = 2 * GIB
-    queued_iterations: int = 2
+    held_iterations: int = 5
+    queued_iterations: int = 3
     decode_seconds_per_token: float = 2e-6
     whole_shard_bytes: int = 512 * MIB
     node_cache: bool = False
-    open_bytes: int = 64 << 10
+    cache_line_bytes: int = 64 * MIB
+    small_range_bytes: int = 16 * KIB
+    piece_bytes: int = 8 * MIB
+    pieces_ahead: int = 4
     single_part_bytes: int = 64 * MIB
     part_bytes: int = 32 * MIB
     parts_at_once: int = 8
 
     def __post_init__(self) -> None:
         """Check the values; ValueError names the one that cannot be."""
-        optional = ("prefetch_depth", "queued_iterations", "decode_seconds_per_token")
-        check_positive(
-            self, may_be_zero=(*optional, "whole_shard_bytes", "single_part_bytes", "open_bytes")
-        )
+        optional = ("prefetch_depth", "held_iterations", "queued_iterations")
+        sizes = ("whole_shard_bytes", "single_part_bytes", "small_range_bytes")
+        check_positive(self, may_be_zero=(*optional, *sizes, "decode_seconds_per_token"))
 
     @property
-    def lookahead(self) -> int:
-        """Iterations decoded ahead of the one that is handed out."""
+    def decode_lookahead(self) -> int:
+        """Most iterations decoded ahead of the next one."""
         return self.decode_threads if self.decode_threads > 1 else 0
+
+    def lookahead(self, iteration_bytes: int, member_bytes: int) -> int:
+        """Return how many iterations are decoded ahead of the next one, as the reader decides it.
+
+        Args:
+            iteration_bytes: Size of an iteration's rows; 0 before there has been one.
+            member_bytes: Size of the decoded members that it is made of.
+        """
+        if iteration_bytes == 0:
+            return 0
+        left = self.max_ahead_bytes - self.held_iterations * iteration_bytes
+        fitting = left // (iteration_bytes + member_bytes) - 1
+        return max(0, min(self.decode_lookahead, fitting))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,23 +272,59 @@ class Setting:
         return round(self.member_tokens * self.dump.packed_bytes_per_token)
 
     @cached_property
-    def shard_bytes(self) -> int:
-        """Stored bytes of one shard."""
-        return self.dump.save_interval * self.member_bytes
+    def member_read_bytes(self) -> int:
+        """What one read of a member takes: its header comes with it."""
+        return self.dump.header_bytes + self.member_bytes
 
     @cached_property
-    def shard_parts(self) -> int:
-        """Requests that fetch a whole shard, besides the one for its size."""
-        loader = self.loader
-        if self.shard_bytes <= loader.single_part_bytes:
-            return 1
-        return -(-self.shard_bytes // loader.part_bytes)
+    def head_bytes(self) -> int:
+        """Where the first member of a shard begins."""
+        dump = self.dump
+        return dump.metadata_bytes + dump.save_interval * dump.index_bytes_per_member
+
+    @cached_property
+    def shard_bytes(self) -> int:
+        """Stored bytes of one shard."""
+        return self.head_bytes + self.dump.save_interval * self.member_read_bytes
+
+    def head_reads(self, *, is_begun_inside: bool) -> list[tuple[int, int]]:
+        """Return start and size of the reads that the metadata of a shard takes.
+
+        They do not come with the whole shard. A file system sends what is asked for; a small range
+        of an object store goes beyond the header unless reading begins at the shard's start.
+        """
+        header = self.dump.header_bytes
+        metadata = (header, self.head_bytes - header)
+        if self.store.kind == FILESYSTEM:
+            return [(0, self.head_bytes)]
+        if not is_begun_inside:
+            return [(0, header), metadata]
+        small = min(self.loader.small_range_bytes, self.shard_bytes)
+        return [(0, small)] if self.head_bytes <= small else [(0, small), metadata]
+
+    @cached_property
+    def download_parts(self) -> list[int]:
+        """Sizes of the parts in which a whole shard comes."""
+        if self.shard_bytes <= self.loader.single_part_bytes:
+            return [self.shard_bytes]
+        part = self.loader.part_bytes
+        return [min(part, self.shard_bytes - at) for at in range(0, self.shard_bytes, part)]
 
     @cached_property
     def iteration_bytes(self) -> int:
         """Decoded bytes of the rows that one reader needs for an iteration."""
         tokens = self.student.batches.rows * self.student.seq_length
         return round(tokens * self.dump.packed_bytes_per_token)
+
+    @property
+    def taken_ahead(self) -> float:
+        """Seconds before the end of a step at which the targets of the next one are asked for.
+
+        They are when its last microbatch begins, unless the reader itself is asked.
+        """
+        student = self.student
+        microbatches = student.batches.rows // student.mbs
+        return student.step_time / microbatches if self.loader.queued_iterations else 0.0
 
     @cached_property
     def fetches_whole_shards(self) -> bool:

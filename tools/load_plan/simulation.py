@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from tools.load_plan.member_needs import MemberUses, member_uses
-from tools.load_plan.setting import Setting
+from tools.load_plan.setting import OBJECT_STORE, Setting
+from tools.load_plan.shard_streams import Shard, ShardStream, Transport
 from tools.load_plan.shared_store import Clock, SharedStore
-from tools.load_plan.whole_shards import Download, Shard, WholeShards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +69,7 @@ class _Simulation:
         self.iterations = iterations
         self.clock = Clock()
         self.store = SharedStore(setting.store, self.clock)
+        self.transport = Transport(setting, self.store, self.clock)
         load = setting.student.batches
         self.uses = member_uses(setting.dump.batches, load, start, iterations)
         self.readers = _readers(self)
@@ -76,8 +77,8 @@ class _Simulation:
         self.requested = -1
         self.requested_at = 0.0
         self.delivered = -1
+        self.in_use = 0
         self.stalls: list[float] = []
-        self.whole = WholeShards(setting, self.store, start)
 
     def run(self, ready_at: float) -> Trace:
         self.clock.at(0.0, self._request, 0)
@@ -116,12 +117,17 @@ class _Simulation:
             return
         self.delivered = iteration
         self.stalls.append(self.clock.now - self.requested_at)
-        if iteration + 1 < self.iterations:
-            self.clock.at(
-                self.clock.now + self.setting.student.step_time, self._request, iteration + 1
-            )
+        begin = self.clock.now + (self.setting.taken_ahead if iteration else 0)
+        self.clock.at(begin, self._begin, iteration)
         if self.setting.loader.queued_iterations:
             self._wake_readers()
+
+    def _begin(self, iteration: int) -> None:
+        """Begin the step of *iteration*; near its end the next one is asked for."""
+        self.in_use = iteration
+        if iteration + 1 < self.iterations:
+            ahead = self.setting.student.step_time - self.setting.taken_ahead
+            self.clock.at(self.clock.now + ahead, self._request, iteration + 1)
 
     def _wake_readers(self) -> None:
         # Not at once: this may be called from within a reader.
@@ -143,15 +149,13 @@ class _Reader:
         uses, setting = run.uses, run.setting
         self._run = run
         self._place = setting.student.reader_nodes[index] if setting.loader.node_cache else index
+        self._guide = index % setting.dump.batches.dp
         interval = setting.dump.save_interval
-        self._shards = [
-            Shard(rank, member // interval)
-            for rank, member in zip(
-                uses.saved_rank[entries].tolist(),
-                uses.teacher_iteration[entries].tolist(),
-                strict=True,
-            )
-        ]
+        members = uses.teacher_iteration[entries]
+        ranks = uses.saved_rank[entries].tolist()
+        windows = (members // interval).tolist()
+        self._shards = [Shard(*shard) for shard in zip(ranks, windows, strict=True)]
+        self._numbers: list[int] = (members % interval).tolist()
         self._first: list[int] = uses.first[entries].tolist()
         self._begins, self._ends = [0] * run.iterations, [0] * run.iterations
         for first, last in zip(self._first, uses.last[entries].tolist(), strict=True):
@@ -159,15 +163,16 @@ class _Reader:
             self._ends[last] += 1
         self._undone = list(self._begins)
         self._next_entry = 0
-        self._submitted = self._produced = 0
+        self._submitted = self._decoded_to = self._assembled = self._produced = 0
         self._opening: Shard | None = None
         self._started = False
         self._jobs: deque[int] = deque()
         self._free_threads = setting.loader.decode_threads
         self._locked: dict[Shard, deque[int]] = {}
-        self._held_downloads: dict[Shard, None] = {}
-        self._first_window = 0
-        self._reserved = self._packed = self._raw = 0
+        self._streams: dict[Shard, ShardStream] = {}
+        self._prefetched: dict[Shard, ShardStream] = {}
+        self._assembling = self._members = self._raw = 0
+        self._members_of_last = self._kept = 0
         self.opened: set[Shard] = set()
         self.peak_bytes = 0
 
@@ -184,119 +189,120 @@ class _Reader:
         while self._started and self._opening is None and self._produced < run.iterations:
             if not run.may_produce(self._produced) or not self._submit_ahead():
                 return
-            if self._undone[self._produced]:
+            if self._assembled <= self._produced:
                 return
             self._produce()
 
     def _submit_ahead(self) -> bool:
         """Submit iterations up to the lookahead; return False where a shard must be opened."""
-        last = min(self._produced + self._run.setting.loader.lookahead, self._run.iterations - 1)
-        while self._submitted <= last and self._has_room(self._submitted):
+        setting = self._run.setting
+        count = setting.loader.lookahead(
+            setting.iteration_bytes if self._produced else 0,
+            self._members_of_last * setting.packed_member_bytes,
+        )
+        last = min(self._produced + count, self._run.iterations - 1)
+        while self._submitted <= last:
             stop = self._next_entry + self._begins[self._submitted]
-            for entry in range(self._next_entry, stop):
-                if self._shards[entry] not in self.opened:
-                    self._open(self._shards[entry])
-                    return False
-            self._reserved += (stop - self._next_entry) * self._run.setting.packed_member_bytes
+            for shard in self._shards[self._next_entry : stop]:
+                # The guide tells how the samples of a window were dealt.
+                for wanted in (Shard(self._guide, shard.number), shard):
+                    if wanted not in self.opened:
+                        self._open(wanted)
+                        return False
             self._jobs.extend(range(self._next_entry, stop))
+            self._jobs.append(~self._submitted)  # puts the iteration together
             self._next_entry = stop
             self._submitted += 1
             self._use_threads()
         return True
 
-    def _has_room(self, iteration: int) -> bool:
-        setting = self._run.setting
-        more = self._begins[iteration] * setting.packed_member_bytes
-        held = self._reserved + self._waiting_iterations() * setting.iteration_bytes
-        return iteration == self._produced or held + more <= setting.loader.max_ahead_bytes
-
-    def _waiting_iterations(self) -> int:
-        """Return how many iterations are put together and not yet trained on to the end."""
-        return self._produced - max(0, self._run.requested)
-
     def _produce(self) -> None:
-        run, setting = self._run, self._run.setting
-        passed = self._ends[self._produced] * setting.packed_member_bytes
+        run = self._run
+        self._members_of_last = self._kept + self._begins[self._produced]
+        self._kept = self._members_of_last - self._ends[self._produced]
+        self._members -= self._ends[self._produced]
         self._produced += 1
-        self._note_memory()  # members and what was put together of them exist side by side
-        self._packed -= passed
-        self._reserved -= passed
-        reached = run.start + self._produced * setting.student.gbs
-        self._drop_downloads(before=reached // setting.dump.shard_samples)
+        self._forget_before(run.start + self._produced * run.setting.student.gbs)
         run.finished(self._produced - 1)
 
-    def _drop_downloads(self, before: int) -> None:
-        if before > self._first_window:
-            self._first_window = before
-            kept = (shard for shard in self._held_downloads if shard.number >= before)
-            self._held_downloads = dict.fromkeys(kept)
+    def _forget_before(self, sample: int) -> None:
+        size = self._run.setting.dump.shard_samples
+        for held in (self._streams, self._prefetched):
+            for shard in [shard for shard in held if (shard.number + 1) * size <= sample]:
+                del held[shard]
 
     def _open(self, shard: Shard) -> None:
         self._opening = shard
-        if not self._run.whole.includes(shard):
-            self._run.store.request(0, self._read_metadata)
+        run = self._run
+        begins = shard.number * run.setting.dump.shard_samples
+        searched = run.start + self._submitted * run.setting.student.gbs
+        self._streams[shard] = self._take_stream(shard, whole=searched <= begins)
+        self._note_memory()
+        self._streams[shard].read_head(self._have_opened)
+
+    def _take_stream(self, shard: Shard, *, whole: bool) -> ShardStream:
+        stream = self._prefetched.pop(shard, None)
+        if stream is None:
+            return ShardStream(self._run.transport, self._place, shard, whole=whole)
+        if whole:
+            stream.fetch_whole()
+        return stream
+
+    def _have_opened(self) -> None:
+        assert self._opening is not None
+        self.opened.add(self._opening)
+        neighbour = self._neighbour_of(self._opening) if len(self.opened) == 1 else None
+        if neighbour is None:
+            self._after_open()
             return
-        download = self._fetch(shard)
-        if download.missing:
-            download.waiting.append(self.opened_shard)
-        else:
-            self._run.clock.at(self._run.clock.now, self.opened_shard)
+        # The first one is compared with another before it is used.
+        self._prefetched[neighbour] = self._take_stream(neighbour, whole=False)
+        self._prefetched[neighbour].read_head(self._after_open)
 
-    def _read_metadata(self) -> None:
-        self._run.store.request(self._run.setting.loader.open_bytes, self.opened_shard)
+    def _neighbour_of(self, shard: Shard) -> Shard | None:
+        dump = self._run.setting.dump
+        rank, number = shard
+        if number + 1 < dump.windows:
+            return Shard(rank, number + 1)
+        if number:
+            return Shard(rank, number - 1)
+        return Shard(0 if rank else 1, number) if dump.batches.dp > 1 else None
 
-    def opened_shard(self) -> None:
+    def _after_open(self) -> None:
         """Go on with the shard that was waited for, and have those after it fetched."""
         shard, self._opening = self._opening, None
         assert shard is not None
-        self.opened.add(shard)
-        if len(self.opened) == 1:  # the first is compared with a neighbour before it is used
-            self._opening = shard
-            self._run.store.request(0, self._read_neighbour)
-            return
-        self._after_open(shard)
-
-    def _read_neighbour(self) -> None:
-        self._run.store.request(self._run.setting.loader.open_bytes, self._compared)
-
-    def _compared(self) -> None:
-        shard, self._opening = self._opening, None
-        assert shard is not None
-        self._after_open(shard)
-
-    def _after_open(self, shard: Shard) -> None:
-        if self._run.setting.fetches_whole_shards:
-            dump = self._run.setting.dump
-            windows = -(-dump.train_samples // dump.shard_samples)
-            ahead = shard.number + 1 + self._run.setting.loader.prefetch_depth
-            for number in range(shard.number + 1, min(ahead, windows)):
-                self._fetch(Shard(shard.saved_rank, number))
-        self.go_on()
-
-    def _fetch(self, shard: Shard) -> Download:
-        download = self._run.whole.download(self._place, shard)
-        if not self._run.setting.loader.node_cache:
-            self._held_downloads[shard] = None
+        setting = self._run.setting
+        if setting.store.kind == OBJECT_STORE:
+            stop = min(shard.number + 1 + setting.loader.prefetch_depth, setting.dump.windows)
+            for number in range(shard.number + 1, stop):
+                following = Shard(shard.saved_rank, number)
+                if following not in self._streams:
+                    self._prefetched[following] = self._take_stream(following, whole=True)
             self._note_memory()
-        return download
+        self.go_on()
 
     # ---- the threads that decode ---------------------------------------------------------
 
     def _use_threads(self) -> None:
         while self._free_threads and self._jobs:
+            job = self._jobs.popleft()
             self._free_threads -= 1
-            entry = self._jobs.popleft()
-            shard = self._shards[entry]
-            if self._run.whole.includes(shard):
-                self._have_read(entry)
+            if job < 0:
+                self._assemble()
+                continue
+            shard = self._shards[job]
+            if self._streams[shard].is_free_to_read:
+                self._have_read(job)
             elif shard in self._locked:
-                self._locked[shard].append(entry)
+                self._locked[shard].append(job)
             else:
                 self._locked[shard] = deque()
-                self._read(entry)
+                self._read(job)
 
     def _read(self, entry: int) -> None:
-        self._run.store.request(self._run.setting.member_bytes, self._release, entry)
+        stream = self._streams[self._shards[entry]]
+        stream.read_member(self._numbers[entry], lambda: self._release(entry))
 
     def _release(self, entry: int) -> None:
         """Let the next thread at the shard: its stream is read by one at a time."""
@@ -310,24 +316,41 @@ class _Reader:
     def _have_read(self, entry: int) -> None:
         setting = self._run.setting
         self._raw += setting.member_bytes
-        self._packed += setting.packed_member_bytes
+        self._members += 1
         self._note_memory()
         seconds = setting.member_tokens * setting.loader.decode_seconds_per_token
         self._run.clock.at(self._run.clock.now + seconds, self._decoded, entry)
 
     def _decoded(self, entry: int) -> None:
         self._raw -= self._run.setting.member_bytes
-        iteration = self._first[entry]
-        self._undone[iteration] -= 1
+        self._undone[self._first[entry]] -= 1
         self._free_threads += 1
+        self._finish_assemblies()
         self._use_threads()
-        if self._undone[iteration] == 0:
-            self.go_on()
+
+    def _assemble(self) -> None:
+        """Put the next iteration together; the thread waits until its members are decoded."""
+        self._assembling += 1
+        self._finish_assemblies()
+
+    def _finish_assemblies(self) -> None:
+        while self._decoded_to < self._submitted and not self._undone[self._decoded_to]:
+            self._decoded_to += 1
+        before = self._assembled
+        while self._assembling and self._assembled < self._decoded_to:
+            self._assembling -= 1
+            self._free_threads += 1
+            self._assembled += 1
+            self._note_memory()  # members and what was put together of them exist side by side
+        if before < self._assembled:
+            self._run.transport.soon(self.go_on)
 
     def _note_memory(self) -> None:
         setting = self._run.setting
-        held = self._packed + self._raw + len(self._held_downloads) * setting.shard_bytes
-        held += self._waiting_iterations() * setting.iteration_bytes
+        held = self._raw + self._members * setting.packed_member_bytes
+        held += (self._assembled - self._run.in_use) * setting.iteration_bytes
+        for streams in (self._streams, self._prefetched):
+            held += sum(stream.held_bytes for stream in streams.values())
         self.peak_bytes = max(self.peak_bytes, held)
 
 

@@ -35,7 +35,11 @@ def setting(
         "decode_threads": 1,
         "queued_iterations": 0,
         "decode_seconds_per_token": 0.0,
-        "open_bytes": 0,
+        "header_bytes": 0,
+        "metadata_bytes": 0,
+        "index_bytes_per_member": 0,
+        "held_iterations": 0,
+        "small_range_bytes": 0,
         "single_part_bytes": 0,
         **changes,
     }

@@ -38,15 +38,16 @@ def test_a_run_worked_out_by_hand(capsys):
     assert (listing["names"], listing["requests"]) == (8 * 100, 1)
     assert (listing["broadcast_ranks"], reads["readers"]) == (32, 8)
     assert (reads["members_per_iteration"], reads["amplification"]) == (8, 1)
-    assert reads["bytes_per_second"] == pytest.approx(8 * (member + (64 << 10) / 10) / 2)
+    head = 2048 + 10 * 40  # the metadata and its index
+    assert reads["bytes_per_second"] == pytest.approx(8 * (512 + member + head / 10) / 2)
     assert reads["requests_per_second"] == pytest.approx(8 * (1 + 2 / 10) / 2)
     # Ranks 32, 36, ... 60 are readers, 8 ranks to a node.
     assert memory["readers_per_node"] == 2
-    assert memory["microbatch"] == 2 * 4096 * 550
-    # 4 iterations ahead, 2 in the queue, the one that is trained on
-    assert 7 * 8 * 4096 * 550 <= memory["reader"] <= 12 * 8 * 4096 * 550
+    assert memory["microbatch"] == 2 * 4096 * 533
+    # The one in use, the next one, 3 on their way, and 4 ahead of these with their members
+    assert memory["reader"] == 13 * 8 * 4096 * 533
     # Two opens of two requests, a member, its decoding
-    read = 4 * 0.002 + 2 * (64 << 10) / 1.5e9 + 0.002 + member / 1.5e9 + 8 * 4096 * 2e-6
+    read = 4 * 0.002 + 2 * head / 1.5e9 + 0.002 + (512 + member) / 1.5e9 + 8 * 4096 * 2e-6
     assert stalls["start"] == pytest.approx(listing["seconds"] + read, rel=0.01)
     assert stalls["resume"] == pytest.approx(stalls["start"])
     assert (stalls["steady"], stalls["boundary"]) == (0, 0)
@@ -114,7 +115,7 @@ def test_the_help_names_every_default(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "decoded rows a reader may hold ahead (default: 2147483648)" in text
+    assert "LOGITS_LOAD_MAX_AHEAD_BYTES the student's (default: 2147483648)" in text
     assert "to the first byte; default 2, object stores 30 --connection-gb-s" in text
     assert "None" not in text
 

@@ -59,11 +59,12 @@ def test_a_start_downloads_a_shard_and_a_resume_one_member():
 
 
 def test_memory_of_a_reader_and_of_a_node():
-    # One thread: a decoded member and what is made of it, and the shards that are fetched.
+    # One thread: a decoded member, what is made of it, the iteration before it that is still in
+    # use, and the shards that are fetched.
     wanted = setting(dp=4, gbs=16, world_size=8, tp=2, gpus_per_node=4, train_samples=16_000)
-    decoded, stored = 2 * 4 * ROW_BYTES, 4 * ROW_BYTES
+    decoded = 2 * 4 * ROW_BYTES
     memory = predict(wanted, 10).memory
-    assert 2 * decoded <= memory.reader <= 2 * decoded + stored
+    assert memory.reader == 3 * decoded
     assert memory.readers_per_node == 2
     assert memory.node == 2 * memory.reader + 4 * memory.listing
     assert memory.microbatch == 2 * ROW_BYTES
@@ -72,7 +73,7 @@ def test_memory_of_a_reader_and_of_a_node():
     )
     # Three shards at most, with the default depth of 2: not the one that has been passed.
     held = predict(whole, 10).memory.reader
-    assert 3 * 12_000 + decoded <= held <= 3 * 12_000 + 2 * decoded + stored
+    assert held == 3 * 12_000 + 3 * decoded
 
 
 def test_a_cache_shorter_than_the_run_ends_it():

@@ -2,12 +2,13 @@
 """Waits, requests and memory of small settings, against what was worked out by hand."""
 
 import functools
+import itertools
 import time
 
 import pytest
 
 from tests.unit_tests.tools.settings import ROW_BYTES, setting
-from tools.load_plan.member_needs import member_uses
+from tools.load_plan.member_needs import member_uses, saved_ranks
 from tools.load_plan.prediction import store_load
 from tools.load_plan.setting import Batches, Setting, Student
 from tools.load_plan.simulation import Trace, simulate
@@ -41,8 +42,9 @@ def test_the_listing_delays_the_readers():
 
 
 def test_working_ahead_hides_what_a_step_covers():
+    # Until the first iteration is there, nobody knows how much room the others need.
     trace = play(setting(decode_threads=2))
-    assert trace.stalls == near([1.0] + [0.0] * 5)
+    assert trace.stalls == near([1.0, 1.0] + [0.0] * 4)
 
 
 def test_a_queue_works_ahead_even_with_a_single_thread():
@@ -53,7 +55,7 @@ def test_a_queue_works_ahead_even_with_a_single_thread():
 def test_a_connection_slower_than_the_steps_paces_them():
     # A shard's stream is read by one thread at a time, so more threads do not help.
     trace = play(setting(decode_threads=4, step_time=0.25), iterations=20)
-    assert trace.elapsed == near(20.0)
+    assert trace.elapsed == near(20.25)  # the first step had nothing ahead of it
     assert trace.stalls[-5:] == near([0.75] * 5)
 
 
@@ -61,7 +63,7 @@ def test_readers_share_the_bandwidth_of_the_store():
     # 4 members of 1000 bytes per iteration at 2000 bytes/s: 2 s, of which a step covers 0.5.
     trace = play(setting(dp=4, bandwidth=2000, decode_threads=3, step_time=0.5), iterations=30)
     assert trace.stalls[-1] == near(1.5)
-    assert trace.elapsed == near(60.0, abs=0.5)
+    assert trace.elapsed == near(60.5, abs=0.1)
 
 
 def test_readers_share_the_rate_of_requests():
@@ -72,11 +74,13 @@ def test_readers_share_the_rate_of_requests():
 
 
 def test_decoding_takes_threads():
-    # 400 tokens per member at 0.01 s: 4 s on a thread, and a step of 1 s.
-    slow = {"decode_seconds_per_token": 0.01, "step_time": 1.0, "connection_bandwidth": 1e12}
+    # 400 tokens per member at 0.01 s: 4 s on a thread, and a step of 2 s.
+    slow = {"decode_seconds_per_token": 0.01, "step_time": 2.0, "connection_bandwidth": 1e12}
     one, four = (play(setting(**slow, decode_threads=n), 20) for n in (1, 4))
     assert one.stalls == near([4.0] * 20)
-    assert four.stalls[5:] == near([0.0] * 15)  # 4 threads, a member per second
+    # 2 of the 4 threads wait to put together what the others decode: a member in 2 seconds.
+    assert four.stalls[5:] == near([0.0] * 15)
+    assert sum(play(setting(**slow, decode_threads=2), 20).stalls[5:]) == near(15 * 2)
 
 
 def test_a_member_that_serves_several_iterations_is_read_once():
@@ -92,13 +96,21 @@ def test_another_dp_reads_more_than_it_needs():
 
 
 def test_the_byte_limit_ends_the_work_ahead():
-    # Decoded, an iteration has 8000 bytes; with one more there are 16000 at the same time.
+    # An iteration has 8000 bytes, and its member as many. The next one is decoded whatever there
+    # is room for; the one in use is held besides.
     steady = {"decode_threads": 4, "step_time": 10.0}
-    for limit, peak in [(1, 16_000), (8_000, 16_000), (16_000, 24_000), (10**9, 52_000)]:
+    for limit, peak in [
+        (1, 24_000),
+        (32_000, 24_000),
+        (47_999, 24_000),
+        (48_000, 40_000),
+        (10**9, 72_000),
+    ]:
         trace = play(setting(max_ahead_bytes=limit, **steady), iterations=20)
-        # Compressed members come on top while they are decoded, which takes no time here.
-        assert trace.peak_reader_bytes <= peak + MEMBER, limit
-        assert trace.peak_reader_bytes >= peak - 8_000, limit
+        assert trace.peak_reader_bytes == peak, limit
+    # What is held on the way to the trainer counts as well.
+    trace = play(setting(max_ahead_bytes=63_999, held_iterations=2, **steady), iterations=20)
+    assert trace.peak_reader_bytes == 24_000
 
 
 def test_a_limit_below_one_iteration_stops_nothing():
@@ -110,9 +122,10 @@ def test_a_limit_below_one_iteration_stops_nothing():
 
 
 def test_a_boundary_costs_an_open_where_nothing_works_ahead():
-    trace = play(setting(save_interval=3, latency=0.5))
-    assert trace.stalls == near([3.5, 1.5, 1.5, 2.5, 1.5, 1.5])
-    assert trace.opened == 2
+    trace = play(setting(save_interval=3, latency=0.5), 9)
+    # The size of the second shard is known since the first one was compared with it.
+    assert trace.stalls == near([3.5, 1.5, 1.5, 2.0, 1.5, 1.5, 2.5, 1.5, 1.5])
+    assert trace.opened == 3
 
 
 def test_a_loader_process_hides_the_open_at_a_boundary():
@@ -149,11 +162,58 @@ def test_without_prefetching_each_shard_is_waited_for():
     assert trace.stalls == near([3.0, 0, 0] * 3)
 
 
-def test_in_the_middle_of_a_shard_members_are_read_by_themselves():
+def test_in_the_middle_of_a_shard_what_follows_comes_by_ranges():
     trace = play(setting(**WHOLE, parts_at_once=1, prefetch_depth=1), 6, start=4)
-    assert trace.stalls == near([1.0, 1.0] + [0.0] * 4)
-    # 2 opens and 2 members; shards 1, 2 and 3
+    assert trace.stalls == near([1.0] + [0.0] * 5)
+    # 2 opens, the member, and the one behind it; shards 1, 2 and 3
     assert trace.store_requests == OPENS + 2 + 3 * (1 + 12)
+    assert trace.store_bytes == 2 * MEMBER + 3 * 12_000
+
+
+def test_ranges_behind_the_first_member_go_only_so_far_ahead():
+    pieces = {"save_interval": 40, "whole_shard_bytes": 10**6, "piece_bytes": 2 * MEMBER}
+    wanted = setting(**{**WHOLE, **pieces}, pieces_ahead=2, train_samples=160, dp=1)
+    trace = play(wanted, 5, start=80)
+    # Members 20 to 24 of 40 are read. 20 came alone, 21 to 28 in pieces, as 24 has 2 behind it.
+    assert trace.store_bytes == 9 * MEMBER
+    assert trace.stalls == near([1.0] + [0.0] * 4)
+    # From one piece behind 24 on, decoded and in use as ever
+    assert trace.peak_reader_bytes <= 8 * MEMBER + MEMBER + 24_000
+    # On to the end of the shard, the first half is never read.
+    assert play(wanted, 20, start=80).store_bytes == 20 * MEMBER
+
+
+def test_metadata_comes_with_the_whole_shard_or_by_reads_of_its_own():
+    # 12000 bytes of members, 300 of their headers, 150 of metadata
+    heads = {"header_bytes": 100, "metadata_bytes": 120, "index_bytes_per_member": 10}
+    size, read = 12_450, MEMBER + 100
+    shared = {**WHOLE, **heads, "prefetch_depth": 0, "part_bytes": 5000}
+    one_shard = {"train_samples": 12}  # nothing to compare it with
+    local = play(setting(**heads, **one_shard, save_interval=3), 3)
+    assert (local.store_requests, local.store_bytes) == (2 + 3, size)
+    large = play(setting(**{**shared, **one_shard, "whole_shard_bytes": size - 1}), 3)
+    assert (large.store_requests, large.store_bytes) == (1 + 2 + 3, size)
+    whole = play(setting(**{**shared, **one_shard, "whole_shard_bytes": size}), 3)
+    assert (whole.store_requests, whole.store_bytes) == (1 + 3, size)
+    for small, requests, sent in [(200, 1, 200), (149, 2, 149 + 50)]:
+        inside = play(
+            setting(**shared, **one_shard, small_range_bytes=small), iterations=1, start=4
+        )
+        # And the member behind it, which is all that is left
+        assert inside.store_requests == 1 + requests + 2
+        assert inside.store_bytes == sent + 2 * read
+
+
+def test_a_cache_of_the_node_fetches_lines_where_a_part_is_read():
+    lines = {**WHOLE, "node_cache": True, "cache_line_bytes": 5000, "train_samples": 12}
+    save = Batches(dp=1, mbs=1, gbs=4)
+    heads = {"metadata_bytes": 64, "small_range_bytes": 64}
+    wanted = setting(**lines, **heads, dp=2, gpus_per_node=2, save=save)
+    trace = play(wanted, 1, start=4)
+    # The first line has the metadata, the others bytes 4064 on; each comes once for both readers.
+    assert trace.store_bytes == 12_064
+    # The size; for the metadata, the member and what follows, the version; 3 lines
+    assert trace.store_requests == 2 * (1 + 3) + 3
 
 
 def test_a_shard_too_large_to_be_fetched_is_read_by_member():
@@ -177,28 +237,50 @@ def test_shards_that_were_passed_are_held_no_longer():
     save = Batches(dp=2, mbs=1, gbs=4)
     trace = play(setting(**WHOLE, prefetch_depth=1, save=save), iterations=30)
     # This window's and the next one's, of 6000 bytes each and two saved ranks; the rows of an
-    # iteration decoded, and once more when they are put together.
-    assert trace.peak_reader_bytes == 4 * 6000 + 2 * 2 * MEMBER
+    # iteration decoded, and once more when they are put together; the iteration before it.
+    assert trace.peak_reader_bytes == 4 * 6000 + 3 * 2 * MEMBER
 
 
 # ---- against the closed form ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("save", [(2, 1, 8), (4, 2, 8), (8, 1, 8), (3, 1, 24), (1, 4, 4)])
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_store_sees_what_the_closed_form_says(save, whole):
+def test_a_reader_opens_the_shard_that_tells_how_samples_were_dealt():
+    # Saved rank 0 has the samples of readers 0 and 1, but reader 1 asks saved rank 1 first.
+    trace = play(setting(dp=4, save=Batches(dp=2, mbs=2, gbs=4)), iterations=5)
+    assert saved_ranks(Batches(dp=2, mbs=2, gbs=4), Batches(dp=4, mbs=1, gbs=4), 1) == [0]
+    # Readers 1 and 2 open two shards; all compare the first one with its neighbour.
+    assert trace.opened == 6
+    assert trace.store_requests == (6 + 4) * 2 + trace.members
+
+
+SAVED = [(2, 1, 8), (4, 2, 8), (8, 1, 8), (1, 4, 4)]
+LATE = (3, 1, 24)
+"""Some readers need a shard in its second iteration first; an object store's is read by ranges."""
+
+
+@pytest.mark.parametrize(
+    ("save", "kind", "whole"),
+    [
+        *itertools.product([*SAVED, LATE], ["filesystem"], [False]),
+        *itertools.product(SAVED, ["object"], [False, True]),
+    ],
+)
+def test_the_store_sees_what_the_closed_form_says(save, kind, whole):
     dp, mbs, gbs = save
     batches = Batches(dp=dp, mbs=mbs, gbs=gbs)
     limit = 10**9 if whole else 0
     wanted = setting(
-        dp=4, gbs=8, save=batches, save_interval=2, kind="object", open_bytes=64,
-        prefetch_depth=0, part_bytes=3000, whole_shard_bytes=limit,
+        dp=4, gbs=8, save=batches, save_interval=2, kind=kind, prefetch_depth=0,
+        metadata_bytes=64, header_bytes=8, small_range_bytes=64, part_bytes=3000,
+        whole_shard_bytes=limit,
     )  # fmt: skip
     trace = play(wanted, iterations=48)  # whole shards of every one of these
     uses = member_uses(batches, wanted.student.batches, 0, 48)
     requests, size = store_load(wanted, uses, 0, 48)
     neighbours = 4
-    assert trace.store_requests - 2 * neighbours == near(48 * requests)
+    # A file stays open; an object is opened once more to be fetched whole.
+    extra = neighbours * (1 if kind == "filesystem" else 2)
+    assert trace.store_requests - extra == near(48 * requests)
     assert trace.store_bytes - 64 * neighbours == near(48 * size)
 
 
