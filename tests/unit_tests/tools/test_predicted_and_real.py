@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prediction against real readers of a real cache behind a store that is slowed down.
 
-Members and bytes must be equal. Waits may hardly be shorter than predicted, and longer only by what
-the work itself takes on the machine at hand, which the same readers show on an unlimited store.
+Requests, members and bytes must be equal. Waits may hardly be shorter than predicted, and longer
+only by what the work itself takes on the machine at hand, which the same readers show on an
+unlimited store.
 """
 
 import dataclasses
@@ -23,12 +24,16 @@ from megatron.training.distillation.shard_reader import LoadLayout, TeacherRowRe
 from megatron.training.distillation.targets import IterationTargets
 from megatron.training.distillation.utils import (
     ShardName,
-    TarMember,
     parse_member_name,
     read_tar_index,
 )
 from tests.unit_tests.tools.settings import setting
-from tests.unit_tests.training.distillation.cache_files import SEQ, sample_of, write_shard
+from tests.unit_tests.training.distillation.cache_files import (
+    IDENTIFIERS,
+    SEQ,
+    sample_of,
+    write_shard,
+)
 from tools.load_plan.member_needs import member_uses
 from tools.load_plan.setting import Batches, Setting
 from tools.load_plan.simulation import simulate
@@ -38,10 +43,11 @@ ITERATIONS = 12
 ATTEMPTS = 3
 Member = tuple[int, int]
 """Saved rank and first sample."""
+HEADER = 512
 
 
 class Cache:
-    """A cache of small members, and where each of them lies."""
+    """A cache of small members, and where each of them lies with its header."""
 
     def __init__(self, root: Path, save: Batches, shard: int, samples: int) -> None:
         self.root = root
@@ -50,27 +56,30 @@ class Cache:
         for start in range(0, samples, shard):
             write_shard(root, start, start + shard, gbs=save.gbs, mbs=save.mbs, dp=save.dp)
         self.members: dict[tuple[str, int], tuple[Member, int]] = {}
+        self.heads: dict[str, int] = {}
+        """Where the first member begins."""
         for path in root.glob("*.tar"):
+            name = ShardName.parse(path.name)
+            assert name is not None
             with path.open("rb") as stream:
-                for entry in read_tar_index(stream):
-                    self._add(path, entry)
-
-    def _add(self, path: Path, entry: TarMember) -> None:
-        name, span = ShardName.parse(path.name), parse_member_name(entry.name)
-        if name is not None and span is not None:
-            self.members[str(path), entry.offset] = ((name.dp_rank, span[0]), entry.size)
+                _, *entries = read_tar_index(stream)
+            self.heads[str(path)] = entries[0].offset - HEADER
+            for entry in entries:
+                start, _ = parse_member_name(entry.name)  # type: ignore[misc]
+                place = str(path), entry.offset - HEADER
+                self.members[place] = (name.dp_rank, start), HEADER + entry.size
 
     @property
-    def bytes_per_row(self) -> float:
+    def read_bytes(self) -> float:
+        """What one read of a member takes, on average."""
         sizes = [size for _, size in self.members.values()]
-        return sum(sizes) / len(sizes) / self.save.rows
+        return sum(sizes) / len(sizes)
 
 
 class SlowStore:
-    """Opens files whose members come as slowly as the simulated store sends them.
+    """Opens files whose heads and members come as slowly as the simulated store sends them.
 
-    Everything else that a reader may look at is free, apart from the latency of an open, so that
-    the way in which shards are indexed makes no difference.
+    The head is paid for where its first byte is read; the rest of it is then in the page cache.
     """
 
     def __init__(self, cache: Cache, wanted: Setting) -> None:
@@ -78,19 +87,28 @@ class SlowStore:
         self.limits = wanted.store
         self.reads: list[tuple[int, Member, int]] = []
         """Reader, member and bytes of each read of a member."""
+        self.opens: list[str] = []
+        self.heads: list[str] = []
         self._lock = threading.Lock()
         self._sent_until = 0.0
 
-    def open_read(self, path: str) -> "SlowFile":
-        time.sleep(2 * self.limits.latency)
+    def open_read(self, path: str, *, whole: bool) -> "SlowFile":
+        self.opens.append(path)
+        time.sleep(self.limits.latency)
         return SlowFile(self, path, Run.rank_here())
 
     def send(self, reader: int, path: str, offset: int, size: int) -> None:
         found = self.cache.members.get((path, offset))
-        if found is None or found[1] != size:
+        if offset == 0:
+            self.heads.append(path)
+            size = self.cache.heads[path]
+        elif found is not None:
+            assert size == found[1], f"{size} of {found[1]} bytes in one read"
+            self.reads.append((reader, found[0], size))
+        else:
+            assert offset < self.cache.heads[path], f"{size} bytes at {offset} are of no member"
             return
         with self._lock:
-            self.reads.append((reader, found[0], size))
             now = time.monotonic()
             begin = max(now, self._sent_until)
             self._sent_until = begin + size / self.limits.bandwidth
@@ -174,7 +192,7 @@ class Run:
             reader = TeacherRowReader(
                 str(self.cache.root),
                 layout,
-                expected_identifiers=None,
+                expected_identifiers=IDENTIFIERS,
                 decode_threads=self._threads,
             )
             with ExitStack() as stack:
@@ -230,7 +248,8 @@ def both(cache: Cache, monkeypatch: pytest.MonkeyPatch, load: Batches, **changes
     wanted = setting(
         dp=load.dp, mbs=load.mbs, gbs=load.gbs, save=save, seq_length=SEQ,
         save_interval=cache.shard // save.gbs, train_samples=ITERATIONS * load.gbs,
-        stored_bytes_per_token=cache.bytes_per_row / SEQ, **changes,
+        stored_bytes_per_token=(cache.read_bytes - HEADER) / save.rows / SEQ, header_bytes=HEADER,
+        metadata_bytes=round(statistics.mean(cache.heads.values())), held_iterations=1, **changes,
     )  # fmt: skip
     store = SlowStore(cache, wanted)
     monkeypatch.setattr(storage, "open_read", store.open_read)
@@ -248,10 +267,20 @@ def both(cache: Cache, monkeypatch: pytest.MonkeyPatch, load: Batches, **changes
     reads = [read for read in store.reads if read[1][1] < end]
     assert sorted((reader, member) for reader, member, _ in reads) == needed
     assert len(reads) == predicted.members
+    opens, heads = (
+        [path for path in paths if shard_start(path) < end] for paths in (store.opens, store.heads)
+    )
+    assert len(opens) + len(heads) + len(reads) == predicted.store_requests
     sizes = dict(cache.members.values())
     assert sum(size for _, _, size in reads) == sum(sizes[member] for _, member in needed)
     monkeypatch.undo()
     return Waits(sum(predicted.stalls), sum(run.stalls), work_time(cache, wanted))
+
+
+def shard_start(path: str) -> int:
+    name = ShardName.parse(Path(path).name)
+    assert name is not None
+    return name.start
 
 
 def work_time(cache: Cache, wanted: Setting) -> float:
@@ -283,7 +312,7 @@ def test_a_store_that_is_too_slow(cache, monkeypatch, load):
     # An iteration's members take twice as long as a step, so each iteration waits for a step's
     # time, however far the readers work ahead.
     uses = member_uses(cache.save, load, 0, ITERATIONS)
-    size = cache.bytes_per_row * cache.save.rows * len(uses) / ITERATIONS
+    size = cache.read_bytes * len(uses) / ITERATIONS
     check(
         cache, monkeypatch, load, ITERATIONS * 0.1 / 2, step_time=0.1, bandwidth=size / 0.2,
         connection_bandwidth=1e9, decode_threads=4,
