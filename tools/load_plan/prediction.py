@@ -149,18 +149,17 @@ def store_load(
     """Return requests to the store, and bytes from it, that *uses* take per iteration.
 
     A shard counts for the part of it that the iterations cover. The readers of a node that share a
-    cache fetch a shard once, and each of them asks for its size. Each reader opens the shard that
-    tells it how the samples of a window were dealt, whether it needs rows of it or not.
+    cache fetch a shard once, and each of them asks for its size. The first shard that a reader
+    opens tells it how samples were dealt, whether it needs rows of it or not.
     """
     loader, dump = setting.loader, setting.dump
-    place = uses.reader
-    if setting.fetches_whole_shards and loader.node_cache:
-        place = np.asarray(setting.student.reader_nodes)[uses.reader]
     window = uses.teacher_iteration // dump.save_interval
-    guides = np.stack([place, uses.reader % dump.batches.dp, window])
-    wanted = np.concatenate([guides, np.stack([place, uses.saved_rank, window])], axis=1)
-    by_reader = wanted.copy()
-    by_reader[0] = np.tile(uses.reader, 2)
+    readers, first = np.unique(uses.reader, return_index=True)
+    guides = np.stack([readers, readers % dump.batches.dp, window[first]])
+    by_reader = np.concatenate([guides, np.stack([uses.reader, uses.saved_rank, window])], axis=1)
+    wanted = by_reader.copy()
+    if setting.fetches_whole_shards and loader.node_cache:
+        wanted[0] = np.asarray(setting.student.reader_nodes)[wanted[0]]
     end = start + iterations * setting.student.gbs
 
     def opens(shards: Ints) -> float:

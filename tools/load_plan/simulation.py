@@ -171,7 +171,7 @@ class _Reader:
         self._locked: dict[Shard, deque[int]] = {}
         self._streams: dict[Shard, ShardStream] = {}
         self._prefetched: dict[Shard, ShardStream] = {}
-        self._assembling = self._members = self._raw = 0
+        self._members = self._raw = 0
         self._members_of_last = self._kept = 0
         self.opened: set[Shard] = set()
         self.peak_bytes = 0
@@ -204,15 +204,16 @@ class _Reader:
         while self._submitted <= last:
             stop = self._next_entry + self._begins[self._submitted]
             for shard in self._shards[self._next_entry : stop]:
-                # The guide tells how the samples of a window were dealt.
-                for wanted in (Shard(self._guide, shard.number), shard):
+                # The first shard tells how samples were dealt, also if it has no row to use.
+                guides = [] if self.opened else [Shard(self._guide, shard.number)]
+                for wanted in (*guides, shard):
                     if wanted not in self.opened:
                         self._open(wanted)
                         return False
             self._jobs.extend(range(self._next_entry, stop))
-            self._jobs.append(~self._submitted)  # puts the iteration together
             self._next_entry = stop
             self._submitted += 1
+            self._assemble()  # its members may be there from the iteration before
             self._use_threads()
         return True
 
@@ -288,9 +289,6 @@ class _Reader:
         while self._free_threads and self._jobs:
             job = self._jobs.popleft()
             self._free_threads -= 1
-            if job < 0:
-                self._assemble()
-                continue
             shard = self._shards[job]
             if self._streams[shard].is_free_to_read:
                 self._have_read(job)
@@ -325,21 +323,15 @@ class _Reader:
         self._raw -= self._run.setting.member_bytes
         self._undone[self._first[entry]] -= 1
         self._free_threads += 1
-        self._finish_assemblies()
+        self._assemble()
         self._use_threads()
 
     def _assemble(self) -> None:
-        """Put the next iteration together; the thread waits until its members are decoded."""
-        self._assembling += 1
-        self._finish_assemblies()
-
-    def _finish_assemblies(self) -> None:
+        """Put together what is decoded, in order; another thread does, and takes no time for it."""
         while self._decoded_to < self._submitted and not self._undone[self._decoded_to]:
             self._decoded_to += 1
         before = self._assembled
-        while self._assembling and self._assembled < self._decoded_to:
-            self._assembling -= 1
-            self._free_threads += 1
+        while self._assembled < self._decoded_to:
             self._assembled += 1
             self._note_memory()  # members and what was put together of them exist side by side
         if before < self._assembled:

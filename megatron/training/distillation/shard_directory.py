@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _LISTED_RANGES = 8
 
 
-class _Segment(NamedTuple):
+class Segment(NamedTuple):
     """Samples ``[start, end)``, all read from *shard*."""
 
     start: int
@@ -31,7 +31,7 @@ class _Segment(NamedTuple):
     shard: ShardName
 
 
-def _live_segments(shards: Iterable[ShardName]) -> list[_Segment]:
+def _live_segments(shards: Iterable[ShardName]) -> list[Segment]:
     """Cut the covered samples at every boundary and give each piece to the shard that starts last.
 
     Of two that start together, the longer one has it; then the lower DP rank.
@@ -47,11 +47,11 @@ def _live_segments(shards: Iterable[ShardName]) -> list[_Segment]:
         while active and active[0][-1].end <= start:
             heapq.heappop(active)
         if active:
-            segments.append(_Segment(start, end, active[0][-1]))
+            segments.append(Segment(start, end, active[0][-1]))
     return segments
 
 
-def _find(segments: list[_Segment], sample: int) -> _Segment | None:
+def _find(segments: list[Segment], sample: int) -> Segment | None:
     position = bisect.bisect_right(segments, sample, key=lambda segment: segment.start) - 1
     if position >= 0 and sample < segments[position].end:
         return segments[position]
@@ -123,7 +123,7 @@ class ShardDirectory:
         """The sample after the last one in the cache."""
         return self._any_rank[-1].end if self._any_rank else 0
 
-    def locate(self, sample: int, preferred_rank: int = 0) -> _Segment | None:
+    def locate(self, sample: int, preferred_rank: int = 0) -> Segment | None:
         """Return a shard whose range covers *sample*, and the samples for which that is so.
 
         It tells the geometry of the run that recorded the sample; the sample's own row may be in

@@ -29,7 +29,12 @@ from megatron.training.distillation.manifest import ExpectedRun
 from megatron.training.distillation.packed_rows import PackedRows
 from megatron.training.distillation.row_assembly import RowAssembler, RowSource
 from megatron.training.distillation.shard_company import ShardCompany
-from megatron.training.distillation.shard_directory import MemberRows, OpenShard, ShardDirectory
+from megatron.training.distillation.shard_directory import (
+    MemberRows,
+    OpenShard,
+    Segment,
+    ShardDirectory,
+)
 from megatron.training.distillation.targets import (
     DEFAULT_MAX_AHEAD_BYTES,
     IterationFailure,
@@ -138,12 +143,15 @@ class _RowStream:
         self._layout = reader.layout
         self._directory = directory
         self._pool = ThreadPoolExecutor(reader.decode_threads, thread_name_prefix="teacher-decode")
+        # Not in the pool, where waiting for members would keep a thread from decoding them.
+        self._assembly = ThreadPoolExecutor(1, thread_name_prefix="teacher-assemble")
         self._shards: dict[ShardName, OpenShard] = {}
         self._prefetched: dict[ShardName, BinaryIO] = {}
         self._payloads: dict[tuple[ShardName, int], tuple[int, Future[PackedRows]]] = {}
         self._pending: deque[_Pending] = deque()
         self._next = 0
         self._iteration_bytes = self._member_bytes = 0
+        self._dealing: tuple[int, int] | None = None
         self._assembler = RowAssembler(reader.layout, directory.path)
         self._company = ShardCompany(reader.expected_run)
 
@@ -195,20 +203,19 @@ class _RowStream:
 
     def close(self) -> None:
         """Wait for running decodes and close all files."""
+        self._assembly.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._assembly.shutdown(wait=True)
         self._forget_before(sys.maxsize)
 
     # ---- finding rows --------------------------------------------------------------------
 
     def _submit(self, start: int) -> _Pending:
-        """Find all rows of an iteration, then start their decoding.
-
-        The job that assembles them waits for jobs submitted before it, so it cannot block them.
-        """
+        """Find all rows of an iteration, then start their decoding."""
         groups: dict[Future[PackedRows], list[RowSource]] = {}
         for source in list(self._find_rows(start)):
             groups.setdefault(self._payload(source.shard, source.member), []).append(source)
-        job = self._pool.submit(self._assembler.assemble, start, groups)
+        job = self._assembly.submit(self._assembler.assemble, start, groups)
         return _Pending(start, job, list(groups))
 
     def _find_rows(self, start: int) -> Iterator[RowSource]:
@@ -232,10 +239,11 @@ class _RowStream:
 
     def _find_run(self, sample: int, stop: int, row: int) -> Iterator[RowSource]:
         """Yield the sources of at least the first of samples ``[sample, stop)``."""
-        segment = self._directory.locate(sample, self._layout.dp_rank)
+        segment = self._locate(sample)
         if segment is None:
             raise self._missing(sample, "the cache does not hold it")
         guide = self._open(segment.shard)
+        self._dealing = guide.mbs, guide.dp_size
         member = guide.member_at(sample)
         if member is None:
             raise self._missing(sample, f"{guide.path} has no member for it")
@@ -247,6 +255,18 @@ class _RowStream:
             yield RowSource(shard, entry, run.row_start, run.row_end, row)
             sample += run.row_end - run.row_start
             row += run.row_end - run.row_start
+
+    def _locate(self, sample: int) -> Segment | None:
+        """Return a shard with *sample* in its range: the one that has its row, as far as is known.
+
+        How samples are dealt stands in a shard; most often it is as in the one before.
+        """
+        segment = self._directory.locate(sample, self._layout.dp_rank)
+        if segment is None or self._dealing is None:
+            return segment
+        mbs, dp_size = self._dealing
+        owner = (sample - segment.shard.start) // mbs % dp_size
+        return self._directory.locate(sample, owner)
 
     def _find_owner(
         self, sample: int, dp_rank: int, guide: OpenShard, member: MemberRows
