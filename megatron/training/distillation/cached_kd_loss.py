@@ -274,7 +274,7 @@ class CachedLogitsKDLoss:
                 part = part.to(logits.device)
             return pack_samples(part) if packed else part
 
-        rows = packed_rows.unpack()
+        rows = packed_rows.unpack_all()
         tail = rows.tail_logprob
         return _Targets(
             values=place(rows.values),

@@ -7,6 +7,7 @@ Pure: tensors and sizes, on any device.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,15 @@ class TeacherRows:
     label_fingerprints: torch.Tensor | None = None
     """``(C, n)`` int64 fingerprints of the labels the teacher saw, of the leading chunks that can
     be compared; of the whole sequence on every context-parallel rank. None where there are none."""
+
+    def split(self) -> "tuple[TeacherRows, ...]":
+        """Return the rows along one more dimension, which all tensors have in front."""
+        parts = {name: getattr(self, name) for name in self.__slots__}
+
+        def row(number: int) -> dict[str, Any]:
+            return {name: part if part is None else part[number] for name, part in parts.items()}
+
+        return tuple(TeacherRows(**row(number)) for number in range(self.values.shape[0]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,29 +69,40 @@ class PackedRows:
         )
         return sum(part.nbytes for part in parts if part is not None)
 
+    def unpack_all(self) -> TeacherRows:
+        """Return all rows with their ids expanded, where they are: on a GPU without waiting.
+
+        ``values`` is the tensor of these rows, and so are tails and fingerprints.
+        """
+        return TeacherRows(
+            values=self.values,
+            indices=_join_ids(self.indices_low, self.high_bits),
+            tail_logprob=self.tail_logprob,
+            label_fingerprints=self.label_fingerprints,
+        )
+
     def unpack(
         self, rows: slice | Sequence[int] | None = None, positions: slice | None = None
     ) -> TeacherRows:
         """Return the selected *rows* (along n) and *positions* (along S), None meaning all.
 
-        Only what is returned is expanded, where the tensors are: on a GPU without waiting for it.
-        ``values`` may be a view of this payload. Fingerprints are those of the whole sequence,
-        whatever *positions* are selected.
+        Only what is returned is expanded. Fingerprints are those of the whole sequence, whatever
+        *positions* are selected. There are no dimensions before those of the class.
         """
         pick = (
             slice(None) if positions is None else positions,
             slice(None) if rows is None else rows,
         )
         tail, fingerprints = self.tail_logprob, self.label_fingerprints
-        return TeacherRows(
+        selected = PackedRows(
             values=self.values[pick],
             # torch selects rows of int16, but not of uint16.
-            indices=_join_ids(
-                self.indices_low.view(torch.int16)[pick].view(torch.uint16), self.high_bits[pick]
-            ),
+            indices_low=self.indices_low.view(torch.int16)[pick].view(torch.uint16),
+            high_bits=self.high_bits[pick],
             tail_logprob=None if tail is None else tail[pick],
             label_fingerprints=None if fingerprints is None else fingerprints[:, pick[1]],
         )
+        return selected.unpack_all()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,7 +64,7 @@ class IterationTargets:
     @property
     def microbatches(self) -> tuple[TeacherRows, ...]:
         """Unpack the first slice: one ``(S / cp, mbs, K)`` per microbatch."""
-        return tuple(self.layout.rows(block).unpack() for block in self.blocks[:, 0])
+        return self.layout.rows(self.blocks[:, 0]).unpack_all().split()
 
     def pin_memory(self) -> "IterationTargets":
         """Return the same targets in page-locked memory."""
