@@ -3,6 +3,8 @@
 
 import pytest
 
+from megatron.training.distillation import object_store, storage_retry
+
 
 @pytest.fixture
 def server(s3_server, monkeypatch):
@@ -31,3 +33,19 @@ def calls(monkeypatch) -> list:
 
     monkeypatch.setattr(BaseClient, "_make_api_call", call)
     return seen
+
+
+@pytest.fixture
+def pauses(monkeypatch) -> list:
+    """Functions to call in place of the next pauses between attempts; no pause takes any time."""
+    actions: list = []
+
+    def impatient(action, **options):
+        def pause(seconds):
+            if actions:
+                actions.pop(0)()
+
+        return storage_retry.retry(action, **{**options, "pause": pause})
+
+    monkeypatch.setattr(object_store, "retry", impatient)
+    return actions

@@ -18,22 +18,6 @@ botocore = pytest.importorskip("botocore.exceptions")
 multistorageclient = pytest.importorskip("multistorageclient")
 
 
-@pytest.fixture
-def pauses(monkeypatch) -> list:
-    """Functions to call in place of the next pauses between attempts; no pause takes any time."""
-    actions: list = []
-
-    def impatient(action, **options):
-        def pause(seconds):
-            if actions:
-                actions.pop(0)()
-
-        return storage_retry.retry(action, **{**options, "pause": pause})
-
-    monkeypatch.setattr(object_store, "retry", impatient)
-    return actions
-
-
 def put(url: str, content: bytes) -> None:
     storage.publish(url, lambda stream: stream.write(content))
 

@@ -276,22 +276,6 @@ def test_where_ranges_are_refused_the_shard_is_fetched_whole_once(server, transf
     assert "Trying again" not in caplog.text
 
 
-@pytest.fixture
-def pauses(monkeypatch) -> list:
-    """Functions to call in place of the next pauses between attempts; no pause takes any time."""
-    actions: list = []
-
-    def impatient(action, **options):
-        def pause(seconds):
-            if actions:
-                actions.pop(0)()
-
-        return storage_retry.retry(action, **{**options, "pause": pause})
-
-    monkeypatch.setattr(object_store, "retry", impatient)
-    return actions
-
-
 def test_reading_ahead_outlives_a_restart(server, large, small_pieces, pauses, caplog):
     put(server.objects / "restarted", large[True])
     items = iterations(server.url("restarted", profile="-ranges"), END // 2)
