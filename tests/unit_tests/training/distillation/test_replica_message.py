@@ -19,7 +19,11 @@ from megatron.training.distillation.targets import IterationFailure
 
 @pytest.mark.parametrize(
     ("dtype", "has_tail", "chunks"),
-    itertools.product((torch.float16, torch.bfloat16, torch.float32), (False, True), (0, 1, 2**20)),
+    list(
+        itertools.product(
+            (torch.float16, torch.bfloat16, torch.float32), (False, True), (0, 1, 2**20)
+        )
+    ),
 )
 def test_head_of_rows(dtype: torch.dtype, has_tail: bool, chunks: int) -> None:
     blocks = BlockLayout(
