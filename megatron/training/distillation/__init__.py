@@ -11,6 +11,9 @@ Map of the package, from the ground up:
   arithmetic; index bit packing and the codec; rows as stored and as sent. ``shard_meta`` is a
   shard's metadata with its seal (``shard_content``) and the ``manifest`` of its run, which
   ``run_manifest`` and ``tokenizer_fingerprint`` fill in.
+* ``payload_v3``: the codec of format v3, whose frames are decoded alone. ``frame_layout`` is its
+  header, ``framed_entries`` what frames are made of and become, ``frame_codec`` their differences,
+  ``id_ranks`` and ``eight_bit`` smaller ids and values, and ``entropy_coder`` the bits.
 * ``storage``: local and ``msc://`` file verbs; ``object_store`` has those of the multi-storage
   client, and ``store_errors`` and ``storage_retry`` decide what is tried again.
 * ``parallel``: ranks, sizes and groups as one value, and the collectives over them.
