@@ -51,11 +51,20 @@ class PackedRows:
     indices_low: torch.Tensor
     """``(S, n, K)`` uint16."""
     high_bits: torch.Tensor
-    """``(S, n, ceil(K / 8))`` uint8: bit 17 of the ids, ``numpy.packbits`` of each token's."""
+    """``(S, n, h * ceil(K / 8))`` uint8: the ids' bits above the low 16, 1 <= h <= 15 planes.
+
+    Plane 0 holds bit 16 of the ids, each further one the next higher; a plane is ``numpy.packbits``
+    of each token's K bits.
+    """
     tail_logprob: torch.Tensor | None = None
     """``(S, n)`` fp32, or None."""
     label_fingerprints: torch.Tensor | None = None
     """``(ceil(S / 64), n)`` int64, or None."""
+
+    @property
+    def high_planes(self) -> int:
+        """How many planes ``high_bits`` holds."""
+        return self.high_bits.shape[-1] // plane_bytes(self.values.shape[-1])
 
     @property
     def nbytes(self) -> int:
@@ -115,6 +124,7 @@ class BlockLayout:
         positions: ``S``, or ``S / cp`` of one context-parallel rank.
         samples: ``n``, the micro batch size.
         k: Entries per token.
+        high_planes: Planes of the ids' bits above the low 16.
         dtype: Of the values.
         has_tail: Whether there are tail log-probabilities.
         chunks: Chunks with fingerprints; 0 if there are none.
@@ -123,6 +133,7 @@ class BlockLayout:
     positions: int
     samples: int
     k: int
+    high_planes: int
     dtype: torch.dtype
     has_tail: bool
     chunks: int
@@ -153,8 +164,13 @@ class BlockLayout:
             parts["tail_logprob"] = tokens, torch.float32
         parts["values"] = (*tokens, self.k), self.dtype
         parts["indices_low"] = (*tokens, self.k), torch.uint16
-        parts["high_bits"] = (*tokens, -(-self.k // 8)), torch.uint8
+        parts["high_bits"] = (*tokens, self.high_planes * plane_bytes(self.k)), torch.uint8
         return parts
+
+
+def plane_bytes(k: int) -> int:
+    """Return the bytes that one plane of ``high_bits`` takes for a token of *k* entries."""
+    return -(-k // 8)
 
 
 def bits_by_token(bit_17: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -175,21 +191,28 @@ def bits_by_token(bit_17: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _join_ids(low: torch.Tensor, high_bits: torch.Tensor) -> torch.Tensor:
-    """Return int32 ids ``(..., K)`` from their low 16 bits and the bits above, packed by token."""
+    """Return int32 ids ``(..., K)`` from their low 16 bits and the planes of those above."""
     k = low.shape[-1]
+    planes = high_bits.split(plane_bytes(k), dim=-1)
     if low.device.type == "cpu":  # numpy does this in a fraction of torch's time
-        bits = np.unpackbits(high_bits.numpy(), axis=-1, count=k)
-        return torch.from_numpy(join_halves(low.numpy(), bits))
+        first, *others = (np.unpackbits(plane.numpy(), axis=-1, count=k) for plane in planes)
+        high = first.astype(np.uint16) if others else first
+        for shift, bits in enumerate(others, 1):
+            high |= np.left_shift(bits, shift, dtype=np.uint16)
+        return torch.from_numpy(join_halves(low.numpy(), high))
     shifts = torch.arange(7, -1, -1, device=low.device, dtype=torch.uint8)
-    # (..., K / 8, 8) -> (..., K)
-    bit = ((high_bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :k]
     # Few operations know uint16 there.
-    return (low.view(torch.int16).int() & 0xFFFF) | (bit.int() << 16)
+    ids = low.view(torch.int16).int() & 0xFFFF
+    for shift, plane in enumerate(planes, 16):
+        # (..., K / 8, 8) -> (..., K)
+        bit = ((plane.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :k]
+        ids |= bit.int() << shift
+    return ids
 
 
-def join_halves(low: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """Return int32 ids from uint16 low halves and the 0/1 bits above them."""
+def join_halves(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Return int32 ids from uint16 low halves and what stands above them, below 2**15."""
     halves = np.empty((*low.shape, 2), "<u2")
     halves[..., 0] = low
-    halves[..., 1] = bits
+    halves[..., 1] = high
     return halves.view("<i4")[..., 0]

@@ -42,7 +42,7 @@ class Head:
         fields = [self.needed, round(self.wait * _MICROSECONDS), self.microbatches]
         if self.blocks is not None:
             blocks = self.blocks
-            fields += [blocks.positions, blocks.samples, blocks.k]
+            fields += [blocks.positions, blocks.samples, blocks.k, blocks.high_planes]
             fields += [VALUE_DTYPES.index(blocks.dtype), int(blocks.has_tail), blocks.chunks]
         fields += [0] * (_FIELDS - len(fields))
         return torch.tensor(fields, dtype=torch.int64).view(torch.uint8)
@@ -53,11 +53,12 @@ class Head:
         needed, wait, microbatches, *rest = head.cpu().view(torch.int64).tolist()
         blocks = None
         if microbatches:
-            positions, samples, k, dtype, has_tail, chunks, *_ = rest
+            positions, samples, k, high_planes, dtype, has_tail, chunks, *_ = rest
             blocks = BlockLayout(
                 positions=positions,
                 samples=samples,
                 k=k,
+                high_planes=high_planes,
                 dtype=VALUE_DTYPES[dtype],
                 has_tail=bool(has_tail),
                 chunks=chunks,

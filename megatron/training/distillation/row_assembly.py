@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 
 from megatron.training.distillation.errors import CacheFormatError, TeacherSequenceError
 from megatron.training.distillation.fingerprint import CHUNK, comparable_chunks
-from megatron.training.distillation.packed_rows import BlockLayout, PackedRows
+from megatron.training.distillation.packed_rows import BlockLayout, PackedRows, plane_bytes
 from megatron.training.distillation.payload import LOGPROB_SENTINEL
 from megatron.training.distillation.shard_directory import MemberRows, OpenShard
 from megatron.training.distillation.targets import IterationTargets, LoadLayout
@@ -92,6 +92,7 @@ class RowAssembler:
             positions=sum(chunk.stop - chunk.start for chunk in chunks),
             samples=self._layout.mbs,
             k=max(payload.values.shape[2] for payload in payloads),
+            high_planes=max(payload.high_planes for payload in payloads),
             dtype=payloads[0].values.dtype,
             has_tail=all(payload.tail_logprob is not None for payload in payloads),
             chunks=comparable_chunks(stored, self._layout.seq_length or stored) if proven else 0,
@@ -126,6 +127,8 @@ class RowAssembler:
             into[first : first + blocks, number, :, columns, ...] = stored
 
         k, room_k = payload.values.shape[2], room.values.shape[-1]
+        stored_planes, room_planes = _planes(payload), _planes(room)
+        h, width = stored_planes.shape[-2:]
         filled = 0
         for chunk in chunks:
             at = slice(filled, filled + chunk.stop - chunk.start)
@@ -135,21 +138,23 @@ class RowAssembler:
                 _as_int16(room.indices_low)[:, :, at, :, :k],
                 _as_int16(payload.indices_low)[chunk, rows],
             )
-            fill(room.high_bits[:, :, at, :, : -(-k // 8)], payload.high_bits[chunk, rows])
+            fill(room_planes[:, :, at, :, :h, :width], stored_planes[chunk, rows])
             if room.tail_logprob is not None and payload.tail_logprob is not None:
                 fill(room.tail_logprob[:, :, at], payload.tail_logprob[chunk, rows])
         if room.label_fingerprints is not None and payload.label_fingerprints is not None:
             # Of the whole sequence, so the same for every slice.
             comparable = room.label_fingerprints.shape[2]
             fill(room.label_fingerprints, payload.label_fingerprints[:comparable, rows])
+        place = (slice(first, first + blocks), number, slice(None), columns)
+        if h < room_planes.shape[-2]:  # ids of a vocabulary that needs fewer bits than another's
+            room_planes[place][..., h:, :] = 0
         if k < room_k:  # top-P kept fewer entries here than elsewhere
-            place = (slice(first, first + blocks), number, slice(None), columns)
             room.values[place][..., k:] = LOGPROB_SENTINEL
             _as_int16(room.indices_low)[place][..., k:] = -1
-            high_bits = room.high_bits[place]
-            high_bits[..., -(-k // 8) :] = 0xFF
+            planes = room_planes[place]
+            planes[..., width:] = 0xFF
             if k % 8:
-                high_bits[..., k // 8] |= 0xFF >> k % 8
+                planes[..., k // 8] |= 0xFF >> k % 8
 
     def _positions(self, stored: int, cp_rank: int) -> list[slice]:
         """Return a CP rank's positions of a stored sequence: chunks r and 2 * cp - 1 - r."""
@@ -207,6 +212,11 @@ def _merged(sources: list[RowSource], mbs: int) -> Iterator[RowSource]:
         last = source
     if last is not None:
         yield last
+
+
+def _planes(rows: PackedRows) -> torch.Tensor:
+    """Return the ``high_bits`` of *rows* as ``(..., h, ceil(K / 8))``."""
+    return rows.high_bits.unflatten(-1, (-1, plane_bytes(rows.values.shape[-1])))
 
 
 def _as_int16(ids: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,13 @@ def test_sizes_are_the_loaders():
 
 def test_packed_bytes_are_those_of_a_block():
     block = BlockLayout(
-        positions=8192, samples=1, k=128, dtype=torch.float16, has_tail=True, chunks=8192 // 64
+        positions=8192,
+        samples=1,
+        k=128,
+        high_planes=1,
+        dtype=torch.float16,
+        has_tail=True,
+        chunks=8192 // 64,
     )
     assert block.nbytes == 8192 * 532.125
     stated = _setting(_parser().parse_args(RUN.split())).dump.packed_bytes_per_token

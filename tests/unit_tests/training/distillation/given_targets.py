@@ -41,6 +41,7 @@ def sliced_targets(start: int, *microbatches: Sequence[TeacherRows]) -> Iteratio
         positions=positions,
         samples=samples,
         k=k,
+        high_planes=1,
         dtype=first.values.dtype,
         has_tail=first.tail_logprob is not None,
         chunks=0 if fingerprints is None else fingerprints.shape[0],

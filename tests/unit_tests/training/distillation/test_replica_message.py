@@ -27,7 +27,13 @@ from megatron.training.distillation.targets import IterationFailure
 )
 def test_head_of_rows(dtype: torch.dtype, has_tail: bool, chunks: int) -> None:
     blocks = BlockLayout(
-        positions=2**20 + 1, samples=3, k=129, dtype=dtype, has_tail=has_tail, chunks=chunks
+        positions=2**20 + 1,
+        samples=3,
+        k=129,
+        high_planes=15,
+        dtype=dtype,
+        has_tail=has_tail,
+        chunks=chunks,
     )
     head = Head(needed=2**40 + 5, wait=1.234567, microbatches=7, blocks=blocks)
     encoded = head.encode()
