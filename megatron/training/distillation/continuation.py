@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import CacheFormatError, CacheIdentityError
-from megatron.training.distillation.manifest import Difference, compare
+from megatron.training.distillation.manifest import Difference, Differences, compare
 from megatron.training.distillation.utils import (
     ShardMeta,
     ShardName,
@@ -24,6 +24,7 @@ FLAG_OF_FIELD = {
     "p": "--logits-save-top-p",
     "min_k": "--logits-save-top-p-min-k",
     "save_dtype": "--logits-save-dtype",
+    "format_version": "version of the cache format",
     "mbs_save": "--micro-batch-size",
     "dp_size_save": "data parallel size",
     "gbs_save": "--global-batch-size",
@@ -42,12 +43,15 @@ FLAG_OF_FIELD = {
     "teacher": "teacher's checkpoint",
 }
 
+_HARMLESS = ("format_version",)
+"""What each shard says for itself, so that readers take any."""
+
 
 def check_continues(directory: str, meta: ShardMeta) -> None:
     """Compare the dump that *meta* describes with the newest shard in *directory*, if there is one.
 
-    Another teacher's step or another software version is a warning. A blend must be the same to the
-    last weight, scaled or not, because other readers compare its hash.
+    Another teacher's step, software version or version of the format is a warning. A blend must be
+    the same to the last weight, scaled or not, because other readers compare its hash.
 
     Raises:
         CacheIdentityError: They differ; names each field with both values.
@@ -57,28 +61,33 @@ def check_continues(directory: str, meta: ShardMeta) -> None:
     if found is None:
         return
     path, other = found
-    ours, theirs = _fields(meta), _fields(other)
-    differences = [
-        f"{FLAG_OF_FIELD[field]} is {theirs[field]!r} there, {ours[field]!r} here"
-        for field in ours
-        if field in theirs and theirs[field] != ours[field]
-    ]
-    if meta.manifest is not None and other.manifest is not None:
-        manifests = compare(other.manifest, meta.manifest, may_trim=False)
-        differences += map(_in_words, manifests.fatal)
-        if manifests.harmless and not differences:
-            logger.warning(
-                "This dump goes on in %s, whose shard %s differs: %s.",
-                directory,
-                path,
-                "; ".join(map(_in_words, manifests.harmless)),
-            )
-    if differences:
+    differences = _differences(other, meta)
+    if differences.fatal:
         raise CacheIdentityError(
             f"--logits-save-dir holds shards of another dump, such as {path}: "
-            f"{'; '.join(differences)}. Resume the dump with its own settings, or give this one "
-            "another directory."
+            f"{'; '.join(map(_in_words, differences.fatal))}. Resume the dump with its own "
+            "settings, or give this one another directory."
         )
+    if differences.harmless:
+        logger.warning(
+            "This dump goes on in %s, whose shard %s differs: %s.",
+            directory,
+            path,
+            "; ".join(map(_in_words, differences.harmless)),
+        )
+
+
+def _differences(other: ShardMeta, meta: ShardMeta) -> Differences:
+    """Return how the dump that wrote *other* differs from the one that *meta* describes."""
+    result = Differences()
+    ours, theirs = _fields(meta), _fields(other)
+    for field in ours:
+        if field in theirs and theirs[field] != ours[field]:
+            severity = result.harmless if field in _HARMLESS else result.fatal
+            severity.append(Difference(field, theirs[field], ours[field]))
+    if meta.manifest is not None and other.manifest is not None:
+        result += compare(other.manifest, meta.manifest, may_trim=False)
+    return result
 
 
 def _in_words(difference: Difference) -> str:

@@ -194,7 +194,9 @@ class LegacyShard(OpenShard):
         dp_size: int,
         with_members: bool = True,
     ) -> None:
-        self._saver = SaverSettings(mbs_save=layout.mbs, dp_size_save=dp_size, gbs_save=layout.gbs)
+        self._saver = SaverSettings(
+            format_version=1, mbs_save=layout.mbs, dp_size_save=dp_size, gbs_save=layout.gbs
+        )
         super().__init__(path, name, stream, identity, with_members=with_members)
 
     def _read_meta(self, index: list[TarMember]) -> ShardMeta:

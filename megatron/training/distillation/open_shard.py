@@ -93,6 +93,11 @@ class OpenShard:
             )
         self._members = self._check_members(index) if with_members else []
 
+    @property
+    def format_version(self) -> int:
+        """Version of the format that its payloads are encoded in."""
+        return self.meta.saver.format_version
+
     def _walk(self) -> Iterator[TarMember]:
         try:
             yield from walk_tar(self._stream)

@@ -22,6 +22,8 @@ from megatron.training.distillation.payload import FORMAT_VERSION
 from megatron.training.distillation.shard_content import ShardContent
 
 META_TAR_MEMBER = "_meta.json"
+FORMAT_VERSIONS = (FORMAT_VERSION, 3)
+"""Versions whose shards are alike but for the codec of their payloads."""
 _IDENTIFIER_KEYS = ("seed", "train_samples", "blend")
 _SETTINGS: tuple[str, ...] = ("k", "p", "min_k", "save_dtype")
 _GEOMETRY = ("mbs_save", "dp_size_save", "gbs_save")
@@ -38,12 +40,13 @@ def identity_hash(identifiers: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaverSettings:
-    """How the teacher recorded a shard.  Only the batch geometry is needed to read it."""
+    """How the teacher recorded a shard.  Only version and batch geometry are needed to read it."""
 
     k: int | None = None
     p: float | None = None
     min_k: int | None = None
     save_dtype: str | None = None
+    format_version: int = FORMAT_VERSION
     mbs_save: int
     dp_size_save: int
     gbs_save: int
@@ -88,7 +91,7 @@ class ShardMeta:
                 "p": saver.p,
                 "min_k": saver.min_k,
                 "save_dtype": saver.save_dtype,
-                "format_version": FORMAT_VERSION,
+                "format_version": saver.format_version,
                 "mbs_save": saver.mbs_save,
                 "dp_size_save": saver.dp_size_save,
                 "gbs_save": saver.gbs_save,
@@ -103,7 +106,7 @@ class ShardMeta:
         """Parse *data*; unknown keys are ignored, ``hash`` and ``identifiers`` may be missing.
 
         Raises:
-            CacheFormatError: *data* (found in *where*) is not metadata of this format version.
+            CacheFormatError: *data* (found in *where*) is not metadata of these format versions.
         """
         content = parse_meta(data, where)
         saver = content["saver"]
@@ -131,6 +134,7 @@ class ShardMeta:
                 p=saver.get("p"),
                 min_k=saver.get("min_k"),
                 save_dtype=saver.get("save_dtype"),
+                format_version=int(saver["format_version"]),
                 mbs_save=mbs,
                 dp_size_save=dp_size,
                 gbs_save=gbs,
@@ -141,7 +145,7 @@ class ShardMeta:
 
 
 def parse_meta(
-    data: bytes, where: str, versions: Sequence[int | None] = (FORMAT_VERSION,)
+    data: bytes, where: str, versions: Sequence[int | None] = FORMAT_VERSIONS
 ) -> dict[str, Any]:
     """Return the JSON of a ``_meta.json``: an object with a ``saver`` object of these *versions*.
 
@@ -234,8 +238,9 @@ def _hash_problem(meta: ShardMeta, expected: Mapping[str, Any]) -> str:
 def compare_neighbours(meta: ShardMeta, first: ShardMeta) -> Differences:
     """Return what two shards of one cache do not share, though one dump wrote them all.
 
-    Batch sizes may change along a cache, as each shard says its own; a dump that records a manifest
-    refuses to go on with others, so where both shards have one they must agree.
+    The format may change along a cache, as each shard says its own. So may batch sizes; but a dump
+    that records a manifest refuses to go on with others, so where both shards have one they must
+    agree.
     """
     result = Differences()
     ours, theirs = asdict(first.saver), asdict(meta.saver)

@@ -62,14 +62,22 @@ def write_shard(
     manifest: RunManifest | None = None,
     k: int = K,
     save_dtype: str = "fp32",
+    format_version: int = 2,
     teacher: int = 0,
 ) -> None:
     """Write every DP rank's shard of samples ``[start, end)``, one member per *gbs* samples.
 
-    What the metadata says of K and dtype may be untrue. Each *teacher* has other values.
+    What the metadata says of K, dtype and format may be untrue. Each *teacher* has other values.
     """
     saver = SaverSettings(
-        k=k, p=None, min_k=1, save_dtype=save_dtype, mbs_save=mbs, dp_size_save=dp, gbs_save=gbs
+        k=k,
+        p=None,
+        min_k=1,
+        save_dtype=save_dtype,
+        format_version=format_version,
+        mbs_save=mbs,
+        dp_size_save=dp,
+        gbs_save=gbs,
     )
     meta = ShardMeta.for_run(identifiers, saver, manifest).to_bytes()
     directory.mkdir(parents=True, exist_ok=True)

@@ -111,6 +111,28 @@ def test_another_teacher_step_or_version_is_a_warning(tmp_path, caplog):
     assert "version of this package is '1' there, '2' here" in text
 
 
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2)])
+def test_another_format_is_a_warning(tmp_path, caplog, before, now):
+    write(tmp_path, "dp0__0-4.tar", ShardMeta.for_run(IDENTIFIERS, _in_format(before)))
+    check_continues(str(tmp_path), ShardMeta.for_run(IDENTIFIERS, _in_format(now)))
+    (text,) = caplog.messages
+    assert (
+        f"dp0__0-4.tar differs: version of the cache format is {before} there, {now} here" in text
+    )
+    caplog.clear()
+    check_continues(str(tmp_path), ShardMeta.for_run(IDENTIFIERS, _in_format(before)))
+    assert caplog.messages == []
+    # Where something else is wrong, that alone is said.
+    other = replace(_in_format(now), k=16)
+    with pytest.raises(CacheIdentityError) as caught:
+        check_continues(str(tmp_path), ShardMeta.for_run(IDENTIFIERS, other))
+    assert str(caught.value).count(" there, ") == 1
+
+
+def _in_format(version: int) -> SaverSettings:
+    return replace(SAVER, format_version=version)
+
+
 def test_the_newest_readable_shard_decides(tmp_path, caplog):
     other = ShardMeta.for_run(IDENTIFIERS, replace(SAVER, k=16))
     write(tmp_path, "dp0__0-4.tar", other)

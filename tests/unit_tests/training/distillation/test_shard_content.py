@@ -19,6 +19,7 @@ from megatron.training.distillation.errors import (
 )
 from megatron.training.distillation.manifest import ExpectedRun, RunManifest
 from megatron.training.distillation.open_shard import OpenShard
+from megatron.training.distillation.shard_company import ShardCompany
 from megatron.training.distillation.shard_content import seal_meta, tar_size
 from megatron.training.distillation.shard_meta import ShardMeta
 from megatron.training.distillation.shard_reader import (
@@ -265,6 +266,17 @@ def test_batch_sizes_may_change_along_a_cache_without_a_manifest(tmp_path):
     write_shard(tmp_path, 0, 4, mbs=2)
     write_shard(tmp_path, 4, 8, dp=2)
     assert [isinstance(item, IterationFailure) for item in read(tmp_path)] == [0, 0, 1]
+
+
+def test_the_format_may_change_along_a_cache(tmp_path, caplog):
+    company = ShardCompany(RUN)
+    for start, version in ((0, 2), (4, 3), (8, 2)):
+        write_shard(tmp_path, start, start + 4, manifest=MANIFEST, format_version=version)
+        name = f"dp0__{start}-{start + 4}.tar"
+        shard = open_shard((tmp_path / name).read_bytes(), name)
+        assert shard.format_version == version
+        company.admit(shard)
+    assert caplog.messages == []
 
 
 def test_a_damaged_neighbour_does_not_matter_before_its_turn(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of the cache format: exact bytes, hostile input, and the resharding arithmetic."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -135,6 +136,14 @@ def test_metadata_keeps_floats_and_blends():
     assert b'"k":12,"p":0.9,"min_k":2,"save_dtype":"bf16"' in data
 
 
+def test_metadata_of_version_3_differ_in_the_version_alone():
+    saver = dataclasses.replace(SAVER, format_version=3, save_dtype="uint8")
+    data = ShardMeta.for_run(IDENTIFIERS, saver).to_bytes()
+    expected = REFERENCE_META.replace(b'"format_version":2', b'"format_version":3')
+    assert data == expected.replace(b'"fp16"', b'"uint8"')
+    assert ShardMeta.from_bytes(data).saver == saver
+
+
 def test_metadata_may_carry_less_and_more():
     saver = {"format_version": 2, "mbs_save": 1, "dp_size_save": 2, "gbs_save": 4, "new": [1]}
     meta = ShardMeta.from_bytes(json.dumps({"saver": saver, "other": None}).encode())
@@ -151,8 +160,11 @@ def test_metadata_may_carry_less_and_more():
         (b"[" * 100000, "not JSON"),
         (b"[]", "no 'saver' object"),
         (b'{"saver":3}', "no 'saver' object"),
-        (b'{"saver":{"k":8}}', "format_version None, expected 2"),
-        (b'{"saver":{"format_version":3}}', "format_version 3, expected 2"),
+        (b'{"saver":{"k":8}}', "format_version None, expected 2 or 3"),
+        (b'{"saver":{"format_version":1}}', "format_version 1, expected 2 or 3"),
+        (b'{"saver":{"format_version":4}}', "format_version 4, expected 2 or 3"),
+        (b'{"saver":{"format_version":"3"}}', "format_version '3', expected 2 or 3"),
+        (b'{"saver":{"format_version":[3]}}', "format_version .3., expected 2 or 3"),
         (REFERENCE_META.replace(b'"mbs_save":2', b'"mbs_save":0'), "mbs_save 0"),
         (REFERENCE_META.replace(b'"gbs_save":8', b'"gbs_save":true'), "gbs_save True"),
         (REFERENCE_META.replace(b'"gbs_save":8', b'"gbs_save":8.0'), "gbs_save 8.0"),
