@@ -18,6 +18,7 @@ import torch
 from megatron.training.distillation.errors import CacheFormatError
 from megatron.training.distillation.fingerprint import chunk_count
 
+FORMAT_VERSION_V3 = 3
 MAGIC = b"\x89LOGKD3\n"
 """First bytes of a payload: no zstd frame and no zip archive begins like this."""
 MAX_ID_BITS = 31

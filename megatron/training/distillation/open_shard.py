@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 from megatron.training.distillation import storage
@@ -20,6 +20,8 @@ from megatron.training.distillation.errors import (
     TeacherDataMissingError,
     TeacherLayoutError,
 )
+from megatron.training.distillation.frame_layout import FORMAT_VERSION_V3
+from megatron.training.distillation.framed_member import FramedMembers
 from megatron.training.distillation.manifest import ExpectedRun
 from megatron.training.distillation.payload import (
     MAX_PAYLOAD_BYTES,
@@ -27,6 +29,7 @@ from megatron.training.distillation.payload import (
     decode_packed_rows,
     max_payload_bytes,
 )
+from megatron.training.distillation.payload_v3 import decode_framed_payload
 from megatron.training.distillation.tar_layout import BLOCK, members_behind, tar_size
 from megatron.training.distillation.utils import (
     ShardMeta,
@@ -92,6 +95,14 @@ class OpenShard:
                 f"dp_size_save {self.dp_size}. It was renamed, or belongs to another cache."
             )
         self._members = self._check_members(index) if with_members else []
+        self._framed = self._framed_members(index[1:])
+
+    def _framed_members(self, members: list[TarMember]) -> FramedMembers | None:
+        """Return what reads rows alone; None where the format or the index does not tell them."""
+        content = self.meta.content
+        if self.format_version != FORMAT_VERSION_V3 or content is None or content.index is None:
+            return None
+        return FramedMembers(self._read, dict(zip(members, content.index, strict=False)))
 
     @property
     def format_version(self) -> int:
@@ -178,14 +189,21 @@ class OpenShard:
             return self._members[position]
         return None
 
-    def decode(self, member: MemberRows) -> PackedRows:
-        """Read and decode one member; errors say where."""
+    @property
+    def decodes_rows(self) -> bool:
+        """Whether rows of a member decode alone; else it is decoded whole."""
+        return self._framed is not None
+
+    def decode(self, member: MemberRows, rows: Sequence[int] | None = None) -> PackedRows:
+        """Read and decode one member; errors say where.
+
+        Args:
+            member: The member.
+            rows: The rows that are wanted, ascending, where rows decode alone; None for all.
+        """
         where = f"member {member.entry.name} of teacher shard {self.path}"
         try:
-            with self._lock:
-                data = self._read(member.entry)
-            self._check_checksum(member.entry, data)
-            rows = self._parse(data, self._max_bytes(member))
+            found = self._decode(member, rows)
         except TeacherLayoutError:
             raise
         except CacheFormatError as error:
@@ -194,20 +212,32 @@ class OpenShard:
             raise TeacherDataMissingError(f"The {where} is no longer there: {error}") from error
         except storage.ERRORS as error:
             raise TeacherDataError(f"Cannot read {where}: {error}") from error
-        expected = (member.end - member.start) // self.dp_size
-        if rows.values.shape[1] != expected:
-            raise CacheFormatError(
-                f"The {where} has {rows.values.shape[1]} rows, expected {expected}: "
-                f"{member.end - member.start} samples over {self.dp_size} DP ranks. {REPAIR_HINT}"
-            )
-        return rows
+        return found
 
-    def _read(self, entry: TarMember) -> bytes:
-        """Return a member's content; an object store fetches what follows it ahead."""
-        start = entry.offset - BLOCK if self._has_index else entry.offset
-        storage.fetch_ahead(self._stream, start, entry.offset + entry.size - start)
-        read = read_indexed_member if self._has_index else read_member
-        return read(self._stream, entry)
+    def _decode(self, member: MemberRows, rows: Sequence[int] | None) -> PackedRows:
+        expected = (member.end - member.start) // self.dp_size
+        max_bytes = self._max_bytes(member)
+        if self._framed is not None:
+            return self._framed.decode(member.entry, rows, expected, max_bytes)
+        assert rows is None, rows
+        data = self._read(member.entry, 0, member.entry.size)
+        self._check_checksum(member.entry, data)
+        found = self._parse(data, max_bytes)
+        if found.values.shape[1] != expected:
+            raise CacheFormatError(f"it has {found.values.shape[1]} rows, expected {expected}")
+        return found
+
+    def _read(self, entry: TarMember, begin: int, end: int) -> bytes:
+        """Return a range of a member's content; an object store fetches what follows it ahead."""
+        verified = self._has_index and begin == 0
+        start = entry.offset + begin - BLOCK * verified
+        with self._lock:
+            storage.fetch_ahead(self._stream, start, entry.offset + end - start)
+            if verified:
+                return read_indexed_member(self._stream, entry, end)
+            return read_member(
+                self._stream, TarMember(entry.name, entry.offset + begin, end - begin)
+            )
 
     def _check_checksum(self, entry: TarMember, data: bytes) -> None:
         """Compare what was read with what was recorded: it may be another shard's member."""
@@ -227,6 +257,8 @@ class OpenShard:
         return max_payload_bytes(length, (member.end - member.start) // self.dp_size, k)
 
     def _parse(self, data: bytes, max_bytes: int) -> PackedRows:
+        if self.format_version == FORMAT_VERSION_V3:
+            return decode_framed_payload(data, max_bytes)
         return decode_packed_rows(data, max_bytes)
 
     def close(self) -> None:

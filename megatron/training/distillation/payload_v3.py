@@ -31,8 +31,6 @@ from megatron.training.distillation.id_ranks import IdRanks
 from megatron.training.distillation.packed_rows import PackedRows
 from megatron.training.distillation.payload import MAX_PAYLOAD_BYTES
 
-FORMAT_VERSION_V3 = 3
-
 _FRAME_POSITIONS = 256
 # What shares a coder table: pcodec takes 2^24 numbers, and temporary memory is bounded.
 _SEGMENT_ENTRIES = 1 << 22
@@ -125,6 +123,18 @@ def read_header(data: bytes) -> FrameHeader:
         CacheFormatError: It is damaged, or not one.
     """
     return FrameHeader.from_bytes(data[: header_size(data)])
+
+
+def decode_framed_payload(data: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> PackedRows:
+    """Return all rows of a payload; see :func:`decode_framed_rows`.
+
+    Raises:
+        CacheFormatError: It is damaged.
+    """
+    header = read_header(data)
+    if int(header.offsets()[-1]) != len(data):
+        raise CacheFormatError(f"its frames end at byte {header.offsets()[-1]} of {len(data)}")
+    return decode_framed_rows(header, data, range(header.rows), max_bytes=max_bytes)
 
 
 def decode_framed_rows(

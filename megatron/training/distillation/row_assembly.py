@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the rows of several members together as one rank's microbatches."""
 
+import bisect
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -28,6 +29,11 @@ class RowSource(NamedTuple):
     row_start: int
     row_end: int
     row: int
+
+    def within(self, rows: Sequence[int]) -> "RowSource":
+        """Return the source in what holds only *rows* of the member, ascending and each once."""
+        first = bisect.bisect_left(rows, self.row_start)
+        return self._replace(row_start=first, row_end=first + self.row_end - self.row_start)
 
 
 class RowAssembler:

@@ -7,6 +7,7 @@ written under, where each member lies, and whether what it reads is the one that
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.distillation.errors import CacheFormatError
-from megatron.training.distillation.member_content import Content, checksum
+from megatron.training.distillation.frame_layout import (
+    FORMAT_VERSION_V3,
+    HEADER_PREFIX_BYTES,
+    header_size,
+)
+from megatron.training.distillation.member_content import Content, checksum, open_content
 from megatron.training.distillation.tar_layout import IndexEntry, parse_member_name, tar_size
 
 CONTENT_KEY = "content"
 _INDEX_KEY = "index"
 _INDEX_CHECKSUM_KEY = "index_crc32"
+_INDEX_WIDTHS = (3, 5)  # without and with a header
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +96,13 @@ def seal_meta(meta_bytes: bytes, name: str, members: Sequence[tuple[str, Content
         "crc32": [checksum(data) for _, data in members],
         "meta_crc32": _checksum_of_meta(meta),
     }
-    spans = [parse_member_name(member) for member, _ in members]
-    index = [[*span, len(data)] for span, (_, data) in zip(spans, members, strict=True) if span]
+    saver = meta.get("saver")
+    version = saver.get("format_version") if isinstance(saver, dict) else None
+    index = [
+        [*span, len(data), *(_stored_header(data) if version == FORMAT_VERSION_V3 else ())]
+        for member, data in members
+        if (span := parse_member_name(member))
+    ]
     if len(index) == len(members):  # a member of another name has no samples
         content |= {_INDEX_KEY: index, _INDEX_CHECKSUM_KEY: _checksum(index)}
     while True:  # the size has digits of its own; it only grows, and by few of them
@@ -99,6 +111,18 @@ def seal_meta(meta_bytes: bytes, name: str, members: Sequence[tuple[str, Content
         if size == content["bytes"]:
             return sealed
         content["bytes"] = size
+
+
+def _stored_header(content: Content) -> tuple[int, int]:
+    """Return size and CRC-32 of the header of a payload of format v3.
+
+    Raises:
+        CacheFormatError: The payload does not begin with one.
+    """
+    with contextlib.closing(open_content(content)) as stream:
+        prefix = stream.read(HEADER_PREFIX_BYTES)
+        size = header_size(prefix)
+        return size, zlib.crc32(prefix + stream.read(size - len(prefix)))
 
 
 def _checksum_of_meta(meta: Mapping[str, Any]) -> int:
@@ -135,10 +159,9 @@ def _is_index(index: Any, members: int) -> bool:
         and len(index) == members
         and all(
             isinstance(entry, list)
-            and len(entry) == len(IndexEntry._fields)
-            and all(type(number) is int for number in entry)
-            and 0 <= entry[0] < entry[1]
-            and entry[2] >= 0
+            and len(entry) in _INDEX_WIDTHS
+            and all(type(number) is int and number >= 0 for number in entry)
+            and entry[0] < entry[1]
             for entry in index
         )
     )

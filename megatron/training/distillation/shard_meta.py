@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.training.distillation.errors import CacheFormatError, CacheIdentityError
+from megatron.training.distillation.frame_layout import FORMAT_VERSION_V3
 from megatron.training.distillation.manifest import (
     Difference,
     Differences,
@@ -22,7 +23,7 @@ from megatron.training.distillation.payload import FORMAT_VERSION
 from megatron.training.distillation.shard_content import ShardContent
 
 META_TAR_MEMBER = "_meta.json"
-FORMAT_VERSIONS = (FORMAT_VERSION, 3)
+FORMAT_VERSIONS = (FORMAT_VERSION, FORMAT_VERSION_V3)
 """Versions whose shards are alike but for the codec of their payloads."""
 _IDENTIFIER_KEYS = ("seed", "train_samples", "blend")
 _SETTINGS: tuple[str, ...] = ("k", "p", "min_k", "save_dtype")

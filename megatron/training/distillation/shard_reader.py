@@ -212,9 +212,10 @@ class _RowStream:
 
     def _submit(self, start: int) -> _Pending:
         """Find all rows of an iteration, then start their decoding."""
-        groups: dict[Future[PackedRows], list[RowSource]] = {}
+        by_member: dict[tuple[ShardName, int], list[RowSource]] = {}
         for source in list(self._find_rows(start)):
-            groups.setdefault(self._payload(source.shard, source.member), []).append(source)
+            by_member.setdefault((source.shard.name, source.member.start), []).append(source)
+        groups = dict(self._decoding(sources) for sources in by_member.values())
         job = self._assembly.submit(self._assembler.assemble, start, groups)
         return _Pending(start, job, list(groups))
 
@@ -298,12 +299,21 @@ class _RowStream:
             "cache, or start the student where it begins."
         )
 
-    def _payload(self, shard: OpenShard, member: MemberRows) -> Future[PackedRows]:
-        """Return the decoding of *member*, started once for all iterations that need it."""
+    def _decoding(self, sources: list[RowSource]) -> tuple[Future[PackedRows], list[RowSource]]:
+        """Return the decoding of the member of *sources*, and where in it their rows are.
+
+        Of rows that decode alone it has only these: no other iteration wants the same. Any other
+        member is decoded once for all iterations that need it.
+        """
+        shard, member = sources[0].shard, sources[0].member
+        if shard.decodes_rows:
+            rows = sorted(row for s in sources for row in range(s.row_start, s.row_end))
+            job = self._pool.submit(shard.decode, member, rows)
+            return job, [source.within(rows) for source in sources]
         key = (shard.name, member.start)
         if key not in self._payloads:
             self._payloads[key] = (member.end, self._pool.submit(shard.decode, member))
-        return self._payloads[key][1]
+        return self._payloads[key][1], sources
 
     def _open(self, name: ShardName) -> OpenShard:
         shard = self._shards.get(name)

@@ -25,11 +25,16 @@ class TarMember(NamedTuple):
 
 
 class IndexEntry(NamedTuple):
-    """The member with global samples ``[start, end)`` is stored in ``size`` bytes."""
+    """The member with global samples ``[start, end)`` is stored in ``size`` bytes.
+
+    In format v3 the first ``header_bytes`` of them are a header with the CRC-32 ``header_crc32``.
+    """
 
     start: int
     end: int
     size: int
+    header_bytes: int = 0
+    header_crc32: int = 0
 
 
 def member_name(start: int, end: int) -> str:
@@ -61,9 +66,10 @@ def members_behind(first: TarMember, entries: Sequence[IndexEntry]) -> list[TarM
     """Return where the members of an index lie that follow *first*, each behind one header."""
     members = []
     position = first.offset + filled_up(first.size)
-    for start, end, size in entries:
-        members.append(TarMember(member_name(start, end), position + BLOCK, size))
-        position += BLOCK + filled_up(size)
+    for entry in entries:
+        name = member_name(entry.start, entry.end)
+        members.append(TarMember(name, position + BLOCK, entry.size))
+        position += BLOCK + filled_up(entry.size)
     return members
 
 

@@ -211,16 +211,22 @@ def read_member(stream: BinaryIO, member: TarMember) -> bytes:
     return data
 
 
-def read_indexed_member(stream: BinaryIO, member: TarMember) -> bytes:
+def read_indexed_member(stream: BinaryIO, member: TarMember, size: int | None = None) -> bytes:
     """Return the content of *member*, whose header is read with it and must say the same.
+
+    Args:
+        stream: The shard.
+        member: The member, as the index has it.
+        size: Return this many of its first bytes; None for all.
 
     Raises:
         CacheFormatError: There is another member, or none, or the stream ends first.
     """
     position = member.offset - BLOCK
+    wanted = BLOCK + (member.size if size is None else size)
     stream.seek(position)
-    data = read_exactly(stream, BLOCK + member.size)
-    if len(data) != BLOCK + member.size:
+    data = read_exactly(stream, wanted)
+    if len(data) != wanted:
         raise CacheFormatError(
             f"the file ends {len(data)} bytes after its header at byte {position}, and the index "
             f"of the shard says that it has {member.size} bytes"

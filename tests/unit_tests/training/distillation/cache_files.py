@@ -2,13 +2,16 @@
 """Small caches whose every value tells the sample and the position it belongs to."""
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.training.distillation.frame_layout import FORMAT_VERSION_V3
 from megatron.training.distillation.manifest import RunManifest
 from megatron.training.distillation.member_content import Content, open_content
+from megatron.training.distillation.payload_v3 import encode_framed_payload
 from megatron.training.distillation.shard_writer import write_batched_tar
 from megatron.training.distillation.utils import (
     SaverSettings,
@@ -23,6 +26,17 @@ IDENTIFIERS: dict[str, Any] = {
     "blend": {"kind": "mock", "mock": True},
 }
 SEQ, K = 4, 2
+
+
+CACHE_FORMAT = ContextVar("CACHE_FORMAT", default=2)
+"""The format of the caches that are written here."""
+
+
+def encode_payload(rows: Sequence[torch.Tensor], version: int | None = None) -> bytes:
+    """Encode values, ids and what else there is in a format; None for that of the test."""
+    if (version or CACHE_FORMAT.get()) == FORMAT_VERSION_V3:
+        return encode_framed_payload(*rows, vocab_size=1 << 17, sort_ties=False)
+    return encode_logprobs_payload(*rows)
 
 
 def read_content(content: Content) -> bytes:
@@ -62,19 +76,21 @@ def write_shard(
     manifest: RunManifest | None = None,
     k: int = K,
     save_dtype: str = "fp32",
-    format_version: int = 2,
+    format_version: int | None = None,
     teacher: int = 0,
 ) -> None:
     """Write every DP rank's shard of samples ``[start, end)``, one member per *gbs* samples.
 
-    What the metadata says of K, dtype and format may be untrue. Each *teacher* has other values.
+    What the metadata says of K and dtype may be untrue. Each *teacher* has other values. The format
+    is that of the ``cache_format`` fixture where it is not given.
     """
+    version = format_version or CACHE_FORMAT.get()
     saver = SaverSettings(
         k=k,
         p=None,
         min_k=1,
         save_dtype=save_dtype,
-        format_version=format_version,
+        format_version=version,
         mbs_save=mbs,
         dp_size_save=dp,
         gbs_save=gbs,
@@ -86,8 +102,8 @@ def write_shard(
         for first in range(start, end, gbs):
             blocks = range(first + rank * mbs, first + gbs, mbs * dp)
             samples = [block + offset for block in blocks for offset in range(mbs)]
-            payload = encode_logprobs_payload(*rows_of([sample + teacher for sample in samples]))
-            members.append((member_name(first, first + gbs), payload))
+            rows = rows_of([sample + teacher for sample in samples])
+            members.append((member_name(first, first + gbs), encode_payload(rows, version)))
         write_batched_tar(str(directory / f"dp{rank}__{start}-{end}.tar"), meta, members)
 
 
@@ -102,10 +118,17 @@ def large_rows(start: int, gbs: int) -> tuple[torch.Tensor, torch.Tensor]:
 def write_large_shard(directory: Path, start: int, end: int, *, gbs: int) -> Path:
     """Write a shard whose members take tens of kilobytes each; return its path."""
     saver = SaverSettings(
-        k=64, p=None, min_k=1, save_dtype="fp16", mbs_save=gbs, dp_size_save=1, gbs_save=gbs
+        k=64,
+        p=None,
+        min_k=1,
+        save_dtype="fp16",
+        format_version=CACHE_FORMAT.get(),
+        mbs_save=gbs,
+        dp_size_save=1,
+        gbs_save=gbs,
     )
     members = [
-        (member_name(first, first + gbs), encode_logprobs_payload(*large_rows(first, gbs)))
+        (member_name(first, first + gbs), encode_payload(large_rows(first, gbs)))
         for first in range(start, end, gbs)
     ]
     path = directory / f"dp0__{start}-{end}.tar"

@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for caches on a real S3 server."""
+"""Fixtures for caches in both formats, and on a real S3 server."""
 
 import pytest
 
 from megatron.training.distillation import object_store, storage_retry
+from tests.unit_tests.training.distillation.cache_files import CACHE_FORMAT
+
+
+@pytest.fixture(params=(2, 3), ids=("v2", "v3"))
+def cache_format(request):
+    """The format of the caches that a test writes: it runs once with each."""
+    token = CACHE_FORMAT.set(request.param)
+    yield request.param
+    CACHE_FORMAT.reset(token)
 
 
 @pytest.fixture

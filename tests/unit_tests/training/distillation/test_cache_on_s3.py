@@ -16,6 +16,8 @@ from megatron.training.distillation.shard_reader import TeacherRowReader
 from megatron.training.distillation.targets import IterationFailure, LoadLayout
 from tests.unit_tests.training.distillation.cache_files import sample_of, write_shard
 
+pytestmark = pytest.mark.usefixtures("cache_format")
+
 multistorageclient = pytest.importorskip("multistorageclient")
 
 CONTENT = os.urandom(50_000)

@@ -36,6 +36,8 @@ from tests.unit_tests.training.distillation.cache_mutations import (
     write_members,
 )
 
+pytestmark = pytest.mark.usefixtures("cache_format")
+
 MEMBERS, GBS = 128, 4
 LAYOUT = LoadLayout(dp_rank=0, dp_size=1, mbs=4, gbs=GBS)
 NAME = f"dp0__0-{MEMBERS * GBS}.tar"
@@ -141,8 +143,11 @@ def test_from_any_sample_on_the_rows_are_those_of_a_whole_pass(tmp_path, index):
 
 def rotated(index: list) -> list:
     """Return the sizes one entry further on."""
-    sizes = [size for *_, size in index]
-    return [[*span, size] for (*span, _), size in zip(index, sizes[-1:] + sizes[:-1], strict=True)]
+    sizes = [size for _, _, size, *_ in index]
+    return [
+        [start, end, size, *header]
+        for (start, end, _, *header), size in zip(index, sizes[-1:] + sizes[:-1], strict=True)
+    ]
 
 
 CHANGES: dict[str, Callable[[list], object]] = {
@@ -153,7 +158,7 @@ CHANGES: dict[str, Callable[[list], object]] = {
         *index[2:],
     ],
     "sizes shifted": rotated,
-    "samples shifted": lambda index: [[start + 4, end + 4, size] for start, end, size in index],
+    "samples shifted": lambda index: [[start + 4, end + 4, *rest] for start, end, *rest in index],
     "samples of another": lambda index: [index[1], index[0], *index[2:]],
     "too few": lambda index: index[:-1],
     "too many": lambda index: [*index, [16, 20, 100]],

@@ -35,6 +35,8 @@ from tests.unit_tests.training.distillation.cache_files import (
 )
 from tests.unit_tests.training.distillation.cache_mutations import without_index
 
+pytestmark = pytest.mark.usefixtures("cache_format")
+
 multistorageclient = pytest.importorskip("multistorageclient")
 
 MEMBERS, GBS = 128, 4

@@ -35,6 +35,8 @@ from tests.unit_tests.training.distillation.cache_mutations import (
     write_members,
 )
 
+pytestmark = pytest.mark.usefixtures("cache_format")
+
 MANIFEST = RunManifest(sequence_length=SEQ, teacher={"checkpoint": "a", "step": 1})
 RUN = ExpectedRun(identifiers=IDENTIFIERS, manifest=MANIFEST, reports=True)
 
@@ -172,7 +174,7 @@ def test_members_that_changed_places_are_found(tmp_path, shard):
         assert re.search(r"its checksum is|the index of the shard says", str(item.error))
 
 
-@pytest.mark.parametrize("offset", [0, 9, 600])
+@pytest.mark.parametrize("offset", [0, 9, 300])
 def test_a_changed_member_of_the_same_size_is_found(tmp_path, shard, offset):
     (tmp_path / "dp0__0-8.tar").write_bytes(flipped(shard, member=2, offset=offset))
     first, second, _ = read(tmp_path)
@@ -244,7 +246,7 @@ def test_a_payload_may_not_decompress_to_more_than_its_shape(tmp_path):
 )
 def test_a_shard_of_another_dump_is_an_error_and_no_target(tmp_path, place, changes, message):
     for start in (0, 4, 8):
-        other = changes | {"teacher": 1000} if start == place else {}
+        other = changes | {"teacher": 2000} if start == place else {}
         write_shard(tmp_path, start, start + 4, manifest=MANIFEST, **other)
     *before, last = read(tmp_path)
     assert len(before) * 4 <= place

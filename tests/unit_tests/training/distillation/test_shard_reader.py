@@ -34,6 +34,8 @@ from megatron.training.distillation.shard_reader import (
 )
 from megatron.training.distillation.utils import CacheFormatError, CacheIdentityError, ShardName
 
+pytestmark = pytest.mark.usefixtures("cache_format")
+
 IDENTIFIERS = {"seed": 7, "train_samples": 96, "blend": {"kind": "mock", "mock": True}}
 S, K = 8, 3
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads rows of the members of a shard of format v3, and only the bytes that hold them."""
+
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron.training.distillation.errors import CacheFormatError
+from megatron.training.distillation.frame_layout import FrameHeader
+from megatron.training.distillation.packed_rows import PackedRows
+from megatron.training.distillation.payload_v3 import decode_framed_rows
+from megatron.training.distillation.tar_layout import IndexEntry, TarMember
+
+type ReadRange = Callable[[TarMember, int, int], bytes]
+"""Returns bytes ``[begin, end)`` of a member's content."""
+
+_HELD_HEADERS = 8
+
+
+class FramedMembers:
+    """The members of one shard. Safe to use from several threads.
+
+    Args:
+        read: Reads from the shard.
+        index: What the shard's index says of each member.
+    """
+
+    def __init__(self, read: ReadRange, index: Mapping[TarMember, IndexEntry]) -> None:
+        self._read = read
+        self._index = index
+        self._lock = threading.Lock()
+        self._headers: OrderedDict[TarMember, FrameHeader] = OrderedDict()
+
+    def decode(
+        self, member: TarMember, rows: Sequence[int] | None, expected: int, max_bytes: int
+    ) -> PackedRows:
+        """Return *rows*, ascending, of a member that has *expected* of them; None for all.
+
+        Raises:
+            CacheFormatError: It has another number of rows, or what is read of it is damaged.
+        """
+        header = self._header(member)
+        if header.rows != expected:
+            raise CacheFormatError(f"it has {header.rows} rows, expected {expected}")
+        offsets = header.offsets()
+        if int(offsets[-1]) != member.size:
+            raise CacheFormatError(f"its frames end at byte {offsets[-1]} of {member.size}")
+        wanted = range(expected) if rows is None else rows
+        begin = int(offsets[wanted[0] * header.frames_per_row])
+        end = int(offsets[(wanted[-1] + 1) * header.frames_per_row])
+        content = self._read(member, begin, end)
+        return decode_framed_rows(header, content, wanted, begin=begin, max_bytes=max_bytes)
+
+    def _header(self, member: TarMember) -> FrameHeader:
+        """Return a member's header, read once for as long as it is in use."""
+        with self._lock:
+            header = self._headers.get(member)
+            if header is not None:
+                self._headers.move_to_end(member)
+                return header
+        data = self._read_header(member)
+        header = FrameHeader.from_bytes(data)
+        with self._lock:
+            self._headers[member] = header
+            if len(self._headers) > _HELD_HEADERS:
+                self._headers.popitem(last=False)
+        return header
+
+    def _read_header(self, member: TarMember) -> bytes:
+        entry = self._index[member]
+        data = self._read(member, 0, min(entry.header_bytes, member.size))
+        if (found := zlib.crc32(data)) != entry.header_crc32:
+            raise CacheFormatError(
+                f"its checksum is {found} over its header, the shard was written with "
+                f"{entry.header_crc32}: it was changed or exchanged since"
+            )
+        return data
