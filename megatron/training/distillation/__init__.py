@@ -18,7 +18,8 @@ Map of the package, from the ground up:
   client, and ``store_errors`` and ``storage_retry`` decide what is tried again.
 * ``parallel``: ranks, sizes and groups as one value, and the collectives over them.
 * ``arguments``: the command-line flags, and frozen views of the global arguments;
-  ``argument_checks`` refuses what cannot work, with ``packed_sequence_checks`` for ``--sft``.
+  ``argument_checks`` refuses what cannot work, with ``packed_sequence_checks`` for ``--sft``, and
+  ``save_format`` chooses the format of a dump and its encoder.
 * ``teacher_topk``, ``sparse_kl``: the tensor work of teacher and student; ``vocab_shard`` and
   ``teacher_entries`` are their inputs, ``row_passes`` reads the logits and writes the gradient,
   on CUDA by the Triton kernels of ``row_kernels``.

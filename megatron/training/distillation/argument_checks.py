@@ -7,8 +7,9 @@ import os
 from megatron.training.distillation import legacy, storage
 from megatron.training.distillation.arguments import SAVE_DTYPES, real_vocab_size
 from megatron.training.distillation.packed_sequence_checks import packed_sequence_problems
+from megatron.training.distillation.save_format import SAVE_FORMATS, choose_format, recorded_dtype
 from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE
-from megatron.training.distillation.utils import MAX_VOCAB_SIZE, ShardName
+from megatron.training.distillation.utils import ShardName
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -71,6 +72,7 @@ def _save_problems(args: argparse.Namespace) -> list[str]:
             f"--logits-save-dtype is {args.logits_save_dtype!r}: choose one of "
             f"{', '.join(SAVE_DTYPES)}."
         )
+    problems += _format_problems(args)
     if args.logits_save_max_waiting_bytes < 1:
         problems.append(
             f"--logits-save-max-waiting-bytes is {args.logits_save_max_waiting_bytes}: give a "
@@ -83,6 +85,22 @@ def _save_problems(args: argparse.Namespace) -> list[str]:
             "leave the flag out to spool in memory."
         )
     return problems
+
+
+def _format_problems(args: argparse.Namespace) -> list[str]:
+    if args.logits_save_format not in SAVE_FORMATS:
+        return [
+            f"--logits-save-format is {args.logits_save_format!r}: choose one of "
+            f"{', '.join(map(repr, SAVE_FORMATS))}."
+        ]
+    try:
+        # The vocabulary is known after Megatron has validated its arguments.
+        choose_format(
+            args.logits_save_format, recorded_dtype(args.logits_save_dtype, args.logits_save_8bit)
+        )
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _load_problems(args: argparse.Namespace) -> list[str]:
@@ -234,7 +252,7 @@ def finalize_args(args: argparse.Namespace) -> None:
     """Complete the flags once Megatron has validated them and built the tokenizer.
 
     Lowers K to the vocabulary, refuses a dump that would record random weights because its
-    checkpoint is missing, and says what is unusual.
+    checkpoint is missing, and says what is unusual and which format the dump is written in.
 
     Raises:
         ValueError: The vocabulary does not fit the format, or the teacher's checkpoint is missing.
@@ -244,11 +262,13 @@ def finalize_args(args: argparse.Namespace) -> None:
     if args.logits_save_dir is None:
         return
     vocab_size = real_vocab_size(args)
-    if vocab_size is not None and vocab_size > MAX_VOCAB_SIZE:
-        raise ValueError(
-            f"The vocabulary has {vocab_size} entries, but the shard format stores ids below "
-            f"{MAX_VOCAB_SIZE} (17 bits). This teacher cannot be recorded."
-        )
+    save_format = choose_format(
+        args.logits_save_format,
+        recorded_dtype(args.logits_save_dtype, args.logits_save_8bit),
+        vocab_size=vocab_size,
+        padded_vocab_size=getattr(args, "padded_vocab_size", None),
+    )
+    _note(f"The dump is written in format {save_format.version}: {save_format.reason}.")
     if vocab_size is not None and args.logits_save_top_k > vocab_size:
         _note(
             f"--logits-save-top-k {args.logits_save_top_k} is larger than the vocabulary: "

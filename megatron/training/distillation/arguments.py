@@ -16,6 +16,13 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.distillation.backlog import DEFAULT_MAX_WAITING_BYTES
 from megatron.training.distillation.manifest import ExpectedRun, RunManifest
 from megatron.training.distillation.run_manifest import run_manifest
+from megatron.training.distillation.save_format import (
+    AUTO,
+    SAVE_FORMATS,
+    SaveFormat,
+    choose_format,
+    recorded_dtype,
+)
 from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE
 from megatron.training.distillation.targets import DEFAULT_MAX_AHEAD_BYTES
 from megatron.training.global_vars import (
@@ -86,6 +93,27 @@ FLAGS = (
             "default": "fp16",
             "choices": list(SAVE_DTYPES),
             "help": "Teacher: dtype of the recorded log-probabilities. Default: fp16.",
+        },
+    ),
+    Flag(
+        name="--logits-save-8bit",
+        options={
+            "action": "store_true",
+            "default": False,
+            "help": "Teacher: record 8-bit codes of the log-probabilities, which students read as "
+            "fp16. Format 3 only.",
+        },
+    ),
+    Flag(
+        name="--logits-save-format",
+        options={
+            "type": str,
+            "default": AUTO,
+            "choices": list(SAVE_FORMATS),
+            "help": "Teacher: version of the cache format. 2 is what other software reads too, for "
+            "vocabularies of at most 131072 entries; 3 is smaller and takes any vocabulary; auto "
+            "is 3 where --logits-save-8bit or the padded vocabulary needs it, else 2. Default: "
+            "auto.",
         },
     ),
     Flag(
@@ -237,6 +265,9 @@ class RunSettings:
         manifest: What else decides the numbers in a cache.
         max_waiting_bytes: Bytes of a dump that one rank may have handed over and not yet written.
         spool_dir: Directory on this node for what a dump has not yet written; None for memory.
+        padded_vocab_size: Size of the output layer; None if it is not known.
+        save_format: The value of ``--logits-save-format``.
+        save_8bit: Whether ``--logits-save-8bit`` is given.
     """
 
     micro_batch_size: int
@@ -248,6 +279,9 @@ class RunSettings:
     manifest: RunManifest | None = None
     max_waiting_bytes: int = DEFAULT_MAX_WAITING_BYTES
     spool_dir: str | None = None
+    padded_vocab_size: int | None = None
+    save_format: str = AUTO
+    save_8bit: bool = False
 
     @classmethod
     def from_global_args(cls) -> "RunSettings":
@@ -266,6 +300,22 @@ class RunSettings:
                 args, "logits_save_max_waiting_bytes", DEFAULT_MAX_WAITING_BYTES
             ),
             spool_dir=getattr(args, "logits_save_spool_dir", None),
+            padded_vocab_size=getattr(args, "padded_vocab_size", None),
+            save_format=getattr(args, "logits_save_format", AUTO),
+            save_8bit=getattr(args, "logits_save_8bit", False),
+        )
+
+    def format_of(self, save_dtype: str) -> SaveFormat:
+        """Return the format of a dump whose ``--logits-save-dtype`` is *save_dtype*.
+
+        Raises:
+            ValueError: The format cannot store the dtype or the vocabulary.
+        """
+        return choose_format(
+            self.save_format,
+            recorded_dtype(save_dtype, self.save_8bit),
+            vocab_size=self.vocab_size,
+            padded_vocab_size=self.padded_vocab_size,
         )
 
     def expected_run(self, *, enforced: bool, reports: bool) -> ExpectedRun:

@@ -23,7 +23,7 @@ FLAG_OF_FIELD = {
     "k": "--logits-save-top-k",
     "p": "--logits-save-top-p",
     "min_k": "--logits-save-top-p-min-k",
-    "save_dtype": "--logits-save-dtype",
+    "save_dtype": "--logits-save-dtype or --logits-save-8bit",
     "format_version": "version of the cache format",
     "mbs_save": "--micro-batch-size",
     "dp_size_save": "data parallel size",

@@ -15,6 +15,7 @@ import torch
 from megatron.training.distillation.errors import LogitsWriteError
 from megatron.training.distillation.host_copy import HostCopier, HostCopy
 from megatron.training.distillation.payload import LOGPROB_SENTINEL, encode_logprobs_payload
+from megatron.training.distillation.save_format import PayloadEncoder
 from megatron.training.distillation.spool import HeldMemory, Spool, SpooledBytes
 from megatron.training.distillation.utils import member_name
 
@@ -56,15 +57,18 @@ class IterationBuffer:
         spool_dir: Where compressed iterations lie until they are written; None for memory.
         on_failure: Called from the background thread as soon as an iteration cannot be encoded or
             spooled.
+        encode: Makes a member of the tensors of an iteration. Version 2's encoder by default.
     """
 
     def __init__(
         self,
         spool_dir: str | None = None,
         on_failure: Callable[[LogitsWriteError], None] | None = None,
+        encode: PayloadEncoder = encode_logprobs_payload,
     ) -> None:
         self._spool_dir = spool_dir
         self._on_failure = on_failure
+        self._encode_payload = encode
         self._lock = threading.Lock()
         self._encoder: ThreadPoolExecutor | None = None
         self._jobs: dict[int, _Job] = {}
@@ -151,7 +155,7 @@ class IterationBuffer:
             assert indices is not None
             # Of falling entries, those that any token keeps come first.
             width = int((values != LOGPROB_SENTINEL).any(dim=(0, 1)).sum())
-            payload = encode_logprobs_payload(
+            payload = self._encode_payload(
                 values[..., :width], indices[..., :width], tail_logprob, label_fingerprints
             )
             if self._spool is None:

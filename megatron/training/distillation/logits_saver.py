@@ -28,6 +28,7 @@ from megatron.training.distillation.member_content import Content
 from megatron.training.distillation.metrics import WindowMasses
 from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
 from megatron.training.distillation.packed_layout import is_packed, unpack_samples
+from megatron.training.distillation.save_format import EIGHT_BIT
 from megatron.training.distillation.teacher_topk import TeacherTopK, apply_top_p, teacher_topk
 from megatron.training.distillation.utils import (
     SaverSettings,
@@ -38,7 +39,12 @@ from megatron.training.distillation.write_watch import WriteWatch, write_and_rep
 
 logger = logging.getLogger(__name__)
 
-TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+TORCH_DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    EIGHT_BIT: torch.float16,  # until they are encoded
+}
 
 # checkpointing.py asks for the saver by function call, so one reference has to live here.
 _active_saver: "LogitsSaverHooks | None" = None
@@ -62,10 +68,12 @@ class LogitsSaverHooks:
         k: Entries per token.
         p: Keep of the top K only the smallest leading set whose mass reaches *p*; None for all.
         min_k: Entries kept whatever *p* says.
-        save_dtype: ``fp16``, ``bf16`` or ``fp32``.
+        save_dtype: ``fp16``, ``bf16`` or ``fp32``, or ``uint8`` for 8-bit codes, which the run's
+            settings may ask for in place of fp16.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of its range, or the run's format cannot store what it asks
+            for.
         CacheIdentityError: *save_dir* holds shards of another dump, or cannot be used.
     """
 
@@ -90,16 +98,19 @@ class LogitsSaverHooks:
         self.k = k
         self.p = p
         self.min_k = min_k
-        self._save_dtype = TORCH_DTYPES[save_dtype]
         self._settings = arguments.RunSettings.from_global_args()
         self._layout = parallel.ParallelLayout.from_parallel_state()
+        save_format = self._settings.format_of(save_dtype)
+        encode = save_format.encoder()
+        self._torch_dtype = TORCH_DTYPES[save_format.save_dtype]
         meta = ShardMeta.for_run(
             self._settings.identifiers,
             SaverSettings(
                 k=k,
                 p=p,
                 min_k=min_k,
-                save_dtype=save_dtype,
+                save_dtype=save_format.save_dtype,
+                format_version=save_format.version,
                 mbs_save=self._settings.micro_batch_size,
                 dp_size_save=self._layout.dp_size,
                 gbs_save=self._settings.global_batch_size,
@@ -120,7 +131,7 @@ class LogitsSaverHooks:
 
         self._open_directory(meta)
         self._watch = WriteWatch()
-        self._buffer = IterationBuffer(self._settings.spool_dir, self._watch.end_job)
+        self._buffer = IterationBuffer(self._settings.spool_dir, self._watch.end_job, encode)
         global _active_saver
         _active_saver = self
 
@@ -300,7 +311,7 @@ class LogitsSaverHooks:
     def _buffer_iteration(self, start_sample: int) -> None:
         """Merge the microbatches and hand them to the buffer. Collective over CP."""
         entries = [entry for entry in self._microbatches if entry is not None]
-        values = torch.cat([e.logprobs for e in entries], dim=1).to(self._save_dtype)
+        values = torch.cat([e.logprobs for e in entries], dim=1).to(self._torch_dtype)
         indices = torch.cat([e.indices.to(torch.int32) for e in entries], dim=1)
         tail = torch.cat([e.tail_logprob for e in entries], dim=1)
         whole = [parallel.gather_sequence(part, self._layout) for part in (values, indices, tail)]

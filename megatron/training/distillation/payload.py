@@ -69,7 +69,7 @@ def v2_pack_indices(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if ids.size and (ids.min() < INDEX_SENTINEL or ids.max() >= MAX_VOCAB_SIZE):
         raise ValueError(
             f"Token ids {ids.min()} to {ids.max()} do not fit the 17 bits of format v2, at most "
-            f"{MAX_VOCAB_SIZE - 1}. Use a tokenizer with a smaller vocabulary."
+            f"{MAX_VOCAB_SIZE - 1}. Use --logits-save-format 3."
         )
     low = ids.astype(np.uint16)  # keeps the low 16 bits, also of -1
     bit_17 = np.packbits((ids & 0x10000) != 0)

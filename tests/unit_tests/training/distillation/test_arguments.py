@@ -5,6 +5,7 @@ import argparse
 import functools
 import hashlib
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -15,7 +16,12 @@ import pytest
 from megatron.training import arguments as megatron_arguments
 from megatron.training.distillation import argument_checks, arguments
 from megatron.training.distillation.argument_checks import check_flags, finalize_args
-from megatron.training.distillation.arguments import add_distillation_args, run_identifiers
+from megatron.training.distillation.arguments import (
+    FLAGS,
+    RunSettings,
+    add_distillation_args,
+    run_identifiers,
+)
 
 BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1"
 SAVE = "--async-save --use-persistent-ckpt-worker --save ckpt --save-interval 4"
@@ -52,6 +58,8 @@ def cache(tmp_path: Path) -> Path:
         ("logits_save_top_p", None),
         ("logits_save_top_p_min_k", 1),
         ("logits_save_dtype", "fp16"),
+        ("logits_save_8bit", False),
+        ("logits_save_format", "auto"),
         ("logits_save_max_waiting_bytes", 8 * 2**30),
         ("logits_save_spool_dir", None),
         ("logits_load_dir", None),
@@ -83,6 +91,7 @@ def test_values_are_parsed() -> None:
     args = parse(
         "--logits-save-dir out --logits-save-top-k 7 --logits-save-top-p 0.5 "
         "--logits-save-top-p-min-k 3 --logits-save-dtype bf16 "
+        "--logits-save-8bit --logits-save-format 3 "
         "--logits-save-max-waiting-bytes 5000 --logits-save-spool-dir /local "
         "--logits-load-dir in "
         "--logits-load-decode-threads 9 --logits-load-msc-prefetch-depth 0 "
@@ -94,6 +103,8 @@ def test_values_are_parsed() -> None:
     assert (args.logits_save_top_k, args.logits_save_top_p_min_k) == (7, 3)
     assert (args.logits_save_top_p, args.logits_load_kd_loss_alpha) == (0.5, 0.25)
     assert args.logits_save_dtype == "bf16"
+    assert args.logits_save_8bit
+    assert args.logits_save_format == "3"
     assert args.logits_save_max_waiting_bytes == 5000
     assert args.logits_save_spool_dir == "/local"
     assert (args.logits_load_decode_threads, args.logits_load_msc_prefetch_depth) == (9, 0)
@@ -104,13 +115,42 @@ def test_values_are_parsed() -> None:
     assert args.freeze_all_layers
 
 
-def test_unknown_dtype_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "choices"),
+    [
+        ("--logits-save-dtype", "fp8", ("fp16", "bf16", "fp32")),
+        ("--logits-save-format", "1", ("auto", "2", "3")),
+    ],
+)
+def test_unknown_choice_is_refused(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str, choices: tuple[str, ...]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse("--logits-save-dtype fp8")
+        parse(f"{flag} {value}")
     assert caught.value.code != 0
     message = capsys.readouterr().err
-    for part in ("--logits-save-dtype", "fp8", "fp16", "bf16", "fp32"):
+    for part in (flag, value, *choices):
         assert part in message
+
+
+def test_megatrons_own_parser_has_every_choice() -> None:
+    """The trainer parses the command line again, without the entry script's flags and corrections.
+
+    A flag that it does not know it passes over; a choice that it does not know ends the job.
+    """
+    own = megatron_arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    shared = [flag for flag in FLAGS if flag.name in own._option_string_actions]
+    assert len(shared) > 5
+    for flag in shared:
+        choices = own._option_string_actions[flag.name].choices
+        assert set(flag.options.get("choices") or []) <= set(choices or []), flag.name
+
+
+def test_a_format_that_no_parser_checked_is_refused() -> None:
+    args = parse(f"--logits-save-dir out {SAVE}")
+    args.logits_save_format = 2  # as a YAML file may have it
+    with pytest.raises(ValueError, match=r"--logits-save-format is 2: choose one of 'auto', '2'"):
+        check_flags(args)
 
 
 def test_flags_stand_on_a_parser_that_has_none() -> None:
@@ -149,6 +189,14 @@ REFUSED_WHEN_SAVING = [
     (
         f"{SAVE} --logits-save-spool-dir msc://bucket/spool",
         ["--logits-save-spool-dir is msc://bucket/spool", "a disk of the node"],
+    ),
+    (
+        f"{SAVE} --logits-save-format 2 --logits-save-8bit",
+        ["--logits-save-8bit", "which --logits-save-format 2 does not have", "3 or auto"],
+    ),
+    (
+        f"{SAVE} --logits-save-8bit --logits-save-dtype fp32",
+        ["--logits-save-8bit", "fp16, not fp32", "--logits-save-dtype out"],
     ),
 ]
 
@@ -438,6 +486,10 @@ def test_every_problem_is_reported_at_once() -> None:
         "--logits-save-top-k 8 --logits-save-top-p-min-k 8",
         "--logits-save-max-waiting-bytes 1",
         "--logits-save-spool-dir /local",
+        "--logits-save-format 2 --logits-save-dtype fp32",
+        "--logits-save-format 3",
+        "--logits-save-format 3 --logits-save-8bit",
+        "--logits-save-8bit --logits-save-dtype fp16",
         "--dataloader-type single",
         "--cross-entropy-loss-fusion",
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
@@ -464,11 +516,16 @@ def test_accepted_when_loading(cache: Path, alpha: str) -> None:
 
 
 def finalize(
-    monkeypatch: pytest.MonkeyPatch, command_line: str, *, vocab_size: int = 1000
+    monkeypatch: pytest.MonkeyPatch,
+    command_line: str,
+    *,
+    vocab_size: int = 1000,
+    padded: int | None = None,
 ) -> argparse.Namespace:
     """Parse, then finish as after Megatron's validation, with a tokenizer of *vocab_size*."""
     args = parse(command_line)
     args.tokenizer_type = "NullTokenizer"
+    args.padded_vocab_size = padded
     tokenizer = SimpleNamespace(vocab_size=vocab_size)
     monkeypatch.setattr(arguments, "get_tokenizer", lambda: tokenizer)
     finalize_args(args)
@@ -507,19 +564,45 @@ def test_k_within_the_vocabulary_stays_without_a_note(
         vocab_size=95,
     )
     assert args.logits_save_top_k == 95
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out.count("\n") == 1  # the format
 
 
-@pytest.mark.parametrize(("vocab_size", "fits"), [(131072, True), (131073, False)])
-def test_vocabulary_must_fit_17_bits(
-    monkeypatch: pytest.MonkeyPatch, teacher: Path, vocab_size: int, fits: bool
+@pytest.mark.parametrize(
+    ("flags", "vocab_size", "padded", "said"),
+    [
+        ("", 131072, 131072, "format 2: the padded vocabulary of 131072 entries fits"),
+        ("", 131073, None, "format 3: the padded vocabulary of 131073 entries needs"),
+        ("", 131072, 131200, "format 3: the padded vocabulary of 131200 entries needs"),
+        ("--logits-save-format 2", 131072, 131200, "format 2: --logits-save-format asks for it"),
+        ("--logits-save-format 3", 95, 128, "format 3: --logits-save-format asks for it"),
+        ("--logits-save-8bit", 95, 128, "format 3: format 2 does not have the 8-bit codes"),
+    ],
+)
+def test_format_is_said_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    teacher: Path,
+    flags: str,
+    vocab_size: int,
+    padded: int | None,
+    said: str,
 ) -> None:
-    command_line = f"--logits-save-dir out {SAVE} --load {teacher}"
-    if fits:
-        finalize(monkeypatch, command_line, vocab_size=vocab_size)
-        return
-    with pytest.raises(ValueError, match=r"131073 entries.*131072.*17 bits"):
-        finalize(monkeypatch, command_line, vocab_size=vocab_size)
+    finalize(
+        monkeypatch,
+        f"--logits-save-dir out {SAVE} --load {teacher} {flags}",
+        vocab_size=vocab_size,
+        padded=padded,
+    )
+    assert re.search(f"> The dump is written in {said}", capsys.readouterr().out)
+
+
+def test_vocabulary_must_fit_the_17_bits_of_format_2(
+    monkeypatch: pytest.MonkeyPatch, teacher: Path
+) -> None:
+    command_line = f"--logits-save-dir out {SAVE} --load {teacher} --logits-save-format 2"
+    finalize(monkeypatch, command_line, vocab_size=131072)
+    with pytest.raises(ValueError, match=r"131073 entries.*131072 \(17 bits\): use .* 3 or auto"):
+        finalize(monkeypatch, command_line, vocab_size=131073)
 
 
 def test_teacher_that_is_not_frozen_is_warned_of(
@@ -588,6 +671,30 @@ def test_prefetch_factor_says_that_it_has_no_effect(
     assert "--logits-load-prefetch-factor has no effect" in capsys.readouterr().out
     finalize(monkeypatch, f"--logits-load-dir {cache}")
     assert capsys.readouterr().out == ""
+
+
+# ---- settings of a run ------------------------------------------------------------------------
+
+
+def test_settings_have_the_format_and_the_sizes_of_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = parse("--seq-length 8 --global-batch-size 4 --train-iters 2 --mock-data")
+    args.padded_vocab_size = 131200
+    monkeypatch.setattr(arguments, "get_args", lambda: args)
+    settings = RunSettings.from_global_args()
+    assert (settings.save_format, settings.vocab_size) == ("auto", None)
+    assert settings.padded_vocab_size == 131200
+    assert settings.format_of("fp16").version == 3
+    args.logits_save_8bit = True
+    found = RunSettings.from_global_args().format_of("fp16")
+    assert (found.version, found.save_dtype) == (3, "uint8")
+    args.logits_save_format, args.logits_save_8bit = "2", False
+    assert RunSettings.from_global_args().format_of("fp16").version == 2
+    # A script that adds no flags of its own has only those of Megatron's parser.
+    del args.logits_save_format, args.logits_save_8bit
+    settings = RunSettings.from_global_args()
+    assert (settings.save_format, settings.save_8bit) == ("auto", False)
 
 
 # ---- run identity -----------------------------------------------------------------------------

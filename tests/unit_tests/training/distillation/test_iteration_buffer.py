@@ -59,6 +59,28 @@ def test_entries_that_no_token_keeps_are_left_out(buffer):
     )
 
 
+def test_a_given_encoder_makes_the_members():
+    given = []
+
+    def encode(*tensors: torch.Tensor | None) -> bytes:
+        given.append(tensors)
+        return b"member %d" % len(given)
+
+    buffer = IterationBuffer(encode=encode)
+    values, indices, tail = entries(0)
+    values[..., 2] = -1000.0
+    marks = torch.arange(2).view(1, 2)
+    buffer.add(0, 8, values, indices, tail, marks)
+    buffer.add(8, 16, values, indices)
+    iterations, _ = buffer.take()
+    assert [read_content(item.payload) for item in iterations] == [b"member 1", b"member 2"]
+    kept = values[..., :2], indices[..., :2], tail, marks
+    for found, expected in zip(given[0], kept, strict=True):
+        assert torch.equal(found, expected)
+    assert given[1][2:] == (None, None)
+    buffer.close()
+
+
 def test_tail_may_be_absent(buffer):
     values, indices, _ = entries(0)
     buffer.add(0, 8, values, indices)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.distillation import logits_saver, parallel, write_watch
+from megatron.training.distillation import logits_saver, parallel, save_format, write_watch
 from megatron.training.distillation.errors import LogitsWriteError
 from megatron.training.distillation.fingerprint import LabelFingerprinter
 from megatron.training.distillation.logits_saver import LogitsSaverHooks, get_logits_saver
@@ -136,6 +136,93 @@ def test_values_are_rounded_to_the_save_dtype(
     torch.testing.assert_close(rows.values.double(), exact, rtol=rounding, atol=2e-6)
     assert rows.tail_logprob.dtype == torch.float32
     assert (rows.tail_logprob == -math.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "save_dtype", "options", "dtype"),
+    [
+        (
+            {"save_format": "3", "padded_vocab_size": PADDED},
+            "fp32",
+            {"vocab_size": PADDED, "eight_bit": False},
+            torch.float32,
+        ),
+        (
+            {"padded_vocab_size": PADDED, "save_8bit": True},
+            "fp16",
+            {"vocab_size": PADDED, "eight_bit": True},
+            torch.float16,
+        ),
+        ({"save_format": "3"}, "bf16", {"vocab_size": REAL, "eight_bit": False}, torch.bfloat16),
+        (
+            {"padded_vocab_size": 131073},
+            "fp16",
+            {"vocab_size": 131073, "eight_bit": False},
+            torch.float16,
+        ),
+    ],
+)
+def test_format_3_is_encoded_with_the_vocabulary(
+    run: StubRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    save_dtype: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    """What its encoder is given, and what the metadata say; format 2 is given the same tensors."""
+    given = []
+
+    def encode(*tensors: torch.Tensor, **options: Any) -> bytes:
+        given.append((tensors, options))
+        return b"encoded"
+
+    def dump(**changes: Any) -> tuple[dict[str, Any], bytes]:
+        run.settings = replace(SETTINGS, **changes)
+        saver = LogitsSaverHooks(str(tmp_path / str(changes)), 3, save_dtype=save_dtype)
+        saver.attach_hooks(model)
+        forward(model, random_logits(0), random_logits(1))
+        _, meta, members, _ = saver.take_pending_data()
+        saver.remove_hooks()
+        return json.loads(meta)["saver"], read_content(members[0][1])
+
+    monkeypatch.setattr(save_format, "encode_framed_payload", encode)
+    model = GivenLogitsModel()
+    meta, content = dump(**settings)
+    assert content == b"encoded"
+    recorded = "uint8" if options["eight_bit"] else save_dtype
+    assert (meta["format_version"], meta["save_dtype"]) == (3, recorded)
+    ((values, indices, tail, marks), found_options) = given.pop()
+    assert found_options == options
+    assert values.dtype == dtype
+    meta, content = dump(save_format="2")
+    assert meta["format_version"] == 2
+    rows = decode_teacher_rows(content)
+    assert torch.equal(rows.values, values)
+    assert torch.equal(rows.indices, indices.int())
+    assert torch.equal(rows.tail_logprob, tail)
+    assert torch.equal(rows.label_fingerprints, marks)
+    assert given == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "save_dtype", "message"),
+    [
+        ({"save_format": "2"}, "uint8", "which --logits-save-format 2 does not have"),
+        ({"save_format": "2", "save_8bit": True}, "fp16", "--logits-save-format 2 does not have"),
+        ({"save_8bit": True}, "fp32", "fp16, not fp32"),
+        ({"save_format": "3", "vocab_size": None}, "fp16", "its size is not known"),
+        ({"save_format": "2", "vocab_size": 131073}, "fp16", "131073 entries"),
+    ],
+)
+def test_what_the_format_cannot_store_is_refused(
+    run: StubRun, tmp_path: Path, settings: dict[str, Any], save_dtype: str, message: str
+) -> None:
+    run.settings = replace(SETTINGS, **settings)
+    with pytest.raises(ValueError, match=message):
+        LogitsSaverHooks(str(tmp_path / "cache"), 3, save_dtype=save_dtype)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_evaluation_is_not_recorded(run: StubRun, tmp_path: Path) -> None:
@@ -451,7 +538,7 @@ def test_training_model_keeps_its_loss(run: StubRun, tmp_path: Path) -> None:
         ({"k": 3, "p": 0.0}, r"p is 0.0: expected a probability mass in \(0, 1\]"),
         ({"k": 3, "p": 1.5}, r"p is 1.5"),
         ({"k": 3, "min_k": 0}, "min_k is 0"),
-        ({"k": 3, "save_dtype": "fp8"}, "save_dtype is 'fp8'.*fp16.*bf16.*fp32"),
+        ({"k": 3, "save_dtype": "fp8"}, "save_dtype is 'fp8'.*fp16.*bf16.*fp32.*uint8"),
     ],
 )
 def test_arguments_out_of_range_are_refused(
