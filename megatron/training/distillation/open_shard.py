@@ -20,7 +20,7 @@ from megatron.training.distillation.errors import (
     TeacherDataMissingError,
     TeacherLayoutError,
 )
-from megatron.training.distillation.frame_layout import FORMAT_VERSION_V3
+from megatron.training.distillation.frame_layout import FORMAT_VERSION_V3, MAX_ID_BITS
 from megatron.training.distillation.framed_member import FramedMembers
 from megatron.training.distillation.manifest import ExpectedRun
 from megatron.training.distillation.payload import (
@@ -182,6 +182,11 @@ class OpenShard:
             reached = end
         return members
 
+    @property
+    def members(self) -> Sequence[MemberRows]:
+        """The members by ascending samples."""
+        return self._members
+
     def member_at(self, sample: int) -> MemberRows | None:
         """Return the member whose range covers *sample*."""
         position = bisect.bisect_right(self._members, sample, key=lambda member: member.start) - 1
@@ -254,7 +259,9 @@ class OpenShard:
         length = None if manifest is None else manifest.sequence_length
         if type(length) is not int or type(k) is not int:
             return MAX_PAYLOAD_BYTES
-        return max_payload_bytes(length, (member.end - member.start) // self.dp_size, k)
+        rows = (member.end - member.start) // self.dp_size
+        planes = MAX_ID_BITS - 16 if self.format_version == FORMAT_VERSION_V3 else 1
+        return max_payload_bytes(length, rows, k, planes)
 
     def _parse(self, data: bytes, max_bytes: int) -> PackedRows:
         if self.format_version == FORMAT_VERSION_V3:

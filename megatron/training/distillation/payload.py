@@ -130,10 +130,14 @@ def _compact_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def max_payload_bytes(positions: int, rows: int, k: int) -> int:
-    """Return what a payload of these ``(S, n, K)`` may decompress to, in any dtype."""
+def max_payload_bytes(positions: int, rows: int, k: int, high_planes: int = 1) -> int:
+    """Return what a payload of these ``(S, n, K)`` may decompress to, in any dtype.
+
+    *high_planes* are the bits of an id above the low 16.
+    """
     tokens = positions * rows
-    return tokens * k * 6 + -(-tokens * k // 8) + tokens * 4 + _ARCHIVE_OVERHEAD
+    entries = tokens * k * 6 + tokens * high_planes * -(-k // 8)
+    return entries + tokens * 4 + _ARCHIVE_OVERHEAD
 
 
 def decode_packed_rows(data: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> PackedRows:

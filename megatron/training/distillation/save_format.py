@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from megatron.training.distillation.frame_layout import MAX_VOCAB_SIZE_V3
 from megatron.training.distillation.payload import MAX_VOCAB_SIZE, encode_logprobs_payload
-from megatron.training.distillation.payload_v3 import MAX_VOCAB_SIZE_V3, encode_framed_payload
+from megatron.training.distillation.payload_v3 import encode_framed_payload
 
 AUTO = "auto"
 SAVE_FORMATS = (AUTO, "2", "3")
