@@ -93,8 +93,10 @@ class Teacher:
             self._model.compute_language_model_loss(labels, logits)
 
 
-def correlated_logits(tokens: int, vocab: int, seed: int) -> torch.Tensor:
-    """Return bf16 logits ``(T, V)`` of a Zipf-like prior, correlated in time as a text's are.
+def correlated_logits(
+    tokens: int, vocab: int, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Return logits ``(T, V)`` of a Zipf-like prior, correlated in time as a text's are.
 
     ``(prior + W h[t] + noise) * temperature[t]``; ``h`` and the logarithm of the temperature are
     autoregressive in ``t``.
@@ -119,7 +121,7 @@ def correlated_logits(tokens: int, vocab: int, seed: int) -> torch.Tensor:
 
     hidden, temperature = autoregressive(48, 0.6), (0.35 * autoregressive(1, 0.4)).exp()
     shifts = torch.randint(vocab, (tokens,), generator=generator).tolist()
-    logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
+    logits = torch.empty(tokens, vocab, dtype=dtype)
     scale = 0.0
     for first in range(0, tokens, 64):
         part = slice(first, first + 64)
