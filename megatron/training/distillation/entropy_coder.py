@@ -12,8 +12,8 @@ from pcodec import ChunkConfig, DeltaSpec, ModeSpec, PagingSpec, wrapped
 
 from megatron.training.distillation.errors import CacheFormatError
 
-MAX_NUMBERS = 1 << 24
-"""What pcodec takes as one column."""
+# The first byte of a table with pcodec's classic mode and without its differences.
+_CLASSIC = b"\0"
 _NAMES = {1: "u8", 2: "u16", 4: "u32"}
 
 
@@ -69,6 +69,11 @@ class ColumnDecoder:
         self._decoder = None
         if not table:
             return
+        if not table.startswith(_CLASSIC):  # the others cost memory that no limit here knows
+            raise CacheFormatError(
+                f"a coder table begins with {table[:1]!r}, expected {_CLASSIC!r}: pcodec's classic "
+                "mode without differences"
+            )
         try:
             file, _ = wrapped.FileDecompressor.new(coder)
             self._decoder, _ = file.chunk_decompressor(table, _NAMES[width])

@@ -26,6 +26,8 @@ MAX_VOCAB_SIZE_V3 = 1 << MAX_ID_BITS
 MAX_K = (1 << 16) - 1
 MAX_RANKED_IDS = 1 << 22
 """Ids of a larger vocabulary are not ranked."""
+MAX_FRAME_ENTRIES = 1 << 20
+"""Entries of a frame: a page may be empty whatever it holds, so that its size bounds nothing."""
 
 VALUE_TYPES: tuple[tuple[np.dtype, torch.dtype], ...] = (
     (np.dtype("<u2"), torch.float16),
@@ -38,7 +40,7 @@ EIGHT_BIT = 3
 """The value type whose integers are codes, not the bits of a value."""
 
 # magic, header bytes, positions, rows, positions of a frame, frames of a segment, ranked ids, k,
-# id bits, value type, flags, bytes of the coder's header
+# id bits, value type, flags, bytes of the coder's header, zero
 _FIXED = struct.Struct("<8sIIIIIIHBBBBH")
 _HAS_TAIL, _HAS_FINGERPRINTS, _IS_RAGGED = 1, 2, 4
 _CHECKSUM = struct.Struct("<I")
@@ -57,7 +59,8 @@ class FrameHeader:
         k: Entries per token, at most.
         id_bits: Bits of the largest id.
         value_type: Index into :data:`VALUE_TYPES`.
-        frame_positions: Positions of a frame; the last of a sample may have fewer.
+        frame_positions: Positions of a frame, up to 2^20 entries; the last of a sample may have
+            fewer.
         segment_frames: Frames that share coder tables; the last may have fewer.
         has_tail: Whether each token has a tail log-probability.
         is_ragged: Whether tokens have a number of entries of their own.
@@ -207,6 +210,7 @@ def _parse(data: bytes) -> FrameHeader:
     if (
         min(positions, rows, k, length, segment, id_bits) < 1
         or length > positions
+        or length * k > MAX_FRAME_ENTRIES
         or id_bits > MAX_ID_BITS
         or ranked > 1 << id_bits
         or (ranked and 1 << id_bits > MAX_RANKED_IDS)

@@ -17,6 +17,7 @@ from megatron.training.distillation.fingerprint import chunk_count
 from megatron.training.distillation.frame_codec import FrameDecoder, encode_frames
 from megatron.training.distillation.frame_layout import (
     EIGHT_BIT,
+    MAX_FRAME_ENTRIES,
     MAX_K,
     VALUE_TYPES,
     FrameHeader,
@@ -35,7 +36,7 @@ _FRAME_POSITIONS = 256
 # What shares a coder table: pcodec takes 2^24 numbers, and temporary memory is bounded.
 _SEGMENT_ENTRIES = 1 << 22
 # What is decoded at once: enough for each operation to do, and little enough to stay in cache.
-_DECODED_TOKENS = 4096
+_DECODED_ENTRIES = 1 << 19
 _VALUE_TYPE = {dtype: number for number, (_, dtype) in enumerate(VALUE_TYPES[:EIGHT_BIT])}
 
 
@@ -68,11 +69,14 @@ def encode_framed_payload(
     assert values.dim() == 3, values.shape
     assert indices.shape == values.shape, (indices.shape, values.shape)
     positions, rows, k = values.shape
+    if not values.numel():
+        raise ValueError(f"Entries of shape {tuple(values.shape)} make no payload.")
     if k > MAX_K:
         raise ValueError(f"{k} entries per token do not fit format v3, at most {MAX_K}.")
     entries = StoredEntries.of(values, indices, tail_logprob, vocab_size, eight_bit)
     ranks = IdRanks.of(entries.ids, entries.kept, vocab_size)
-    length = -(-positions // -(-positions // _FRAME_POSITIONS))
+    most = min(_FRAME_POSITIONS, MAX_FRAME_ENTRIES // k)
+    length = -(-positions // -(-positions // most))
     places = [(row, begin) for row in range(rows) for begin in range(0, positions, length)]
     segment = max(1, _SEGMENT_ENTRIES // (length * k))
     tables, contents = [], []
@@ -151,20 +155,24 @@ def decode_framed_rows(
     Args:
         header: The payload's.
         content: Bytes of the payload that hold the frames of these rows and positions.
-        rows: The rows, in the order in which they are returned.
+        rows: The rows, in the order in which they are returned; any number of times.
         positions: Which positions of them, with a step of 1; None for all.
         begin: The place of *content* in the payload.
-        max_bytes: What the rows may take.
+        max_bytes: What the rows may take. Decoding needs room besides for a few frames, whose
+            entries the format limits.
 
     Returns:
         ``(len(positions), len(rows), K)`` entries. Fingerprints are of all positions.
 
     Raises:
-        CacheFormatError: A frame is damaged.
+        CacheFormatError: A frame is damaged, or the rows take more than *max_bytes*.
+        ValueError: The payload has no such rows or positions.
     """
     first, stop, _ = (positions or slice(None)).indices(header.positions)
     if not 0 <= first < stop:
         raise ValueError(f"positions {positions} select none of {header.positions}.")
+    if not all(0 <= row < header.rows for row in rows):
+        raise ValueError(f"rows {list(rows)} are not all of {header.rows}.")
     length = header.frame_positions
     chunks = range(first // length, -(-stop // length))
     out = DecodedRows(header, len(rows), range(first, stop), max_bytes)
@@ -175,7 +183,7 @@ def decode_framed_rows(
     ]
     offsets = header.offsets() - begin
     decoder = FrameDecoder(header)
-    at_once = max(1, _DECODED_TOKENS // length)
+    at_once = max(1, _DECODED_ENTRIES // (length * header.k))
     for part in itertools.batched(wanted, at_once):
         numbers = [number for number, _, _ in part]
         stored = [content[offsets[number] : offsets[number + 1]] for number in numbers]
