@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Members to encode in format v3, and what decoding them must give."""
 
+import itertools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
+from megatron.training.distillation.frame_layout import FrameHeader
 from megatron.training.distillation.packed_rows import PackedRows
 from megatron.training.distillation.payload_v3 import encode_framed_payload
 
@@ -107,6 +111,21 @@ def check_rows(found: PackedRows, expected: Member, *, is_sorted: bool = False) 
         if part is not None:
             assert part.dtype == of.dtype
             assert torch.equal(part, of)
+
+
+def frames_of(header: FrameHeader, data: bytes) -> list[bytes]:
+    """Return the frames of a payload."""
+    return [bytes(data[a:b]) for a, b in itertools.pairwise(header.offsets())]
+
+
+def with_frames(header: FrameHeader, frames: Sequence[bytes]) -> tuple[FrameHeader, bytes]:
+    """Return the header with the checksums of these frames, and the payload."""
+    header = replace(
+        header,
+        frame_bytes=np.array([len(frame) for frame in frames], np.uint32),
+        frame_checksums=np.array([zlib.crc32(frame) for frame in frames], np.uint32),
+    )
+    return header, b"".join([header.to_bytes(), *frames])
 
 
 def ids_of(rows: PackedRows, k: int) -> tuple[torch.Tensor, int]:
