@@ -3,15 +3,12 @@
 
 import argparse
 import functools
-import importlib.metadata
-import importlib.util
 import io
 import itertools
 import json
 import logging
 import pickle
 import shutil
-import sys
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +31,7 @@ from megatron.training.distillation.shard_reader import TeacherRowReader
 from megatron.training.distillation.target_stream import StreamOptions, TargetStream
 from megatron.training.distillation.targets import IterationFailure, IterationTargets, LoadLayout
 from tests.unit_tests.distributed import run_ranks
+from tests.unit_tests.training.distillation.wheel_modules import wheel_module
 
 IDENTIFIERS = {"seed": 7, "train_samples": 96, "blend": {"kind": "mock", "mock": True}}
 V1_IDENTIFIERS = {
@@ -221,16 +219,6 @@ def test_reference_shard_of_this_tree(tmp_path):
 VOCAB, WHEEL_SEQ, WHEEL_K = 200, 8, 12
 
 
-def _wheel_module(name: str, file: str) -> Any:
-    """Load a file of the wheel's own distillation package, which the tree's package shadows."""
-    wheel = importlib.metadata.distribution("megatron-core")
-    path = wheel.locate_file(f"megatron/training/distillation/{file}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _dump_with_the_wheel(rank, world_size, root, logits, mbs, dp, gbs, options) -> None:
     """Run the wheel's saver over logits ``(samples, S, V)``, one process playing all DP ranks."""
     from megatron.core import num_microbatches_calculator, parallel_state
@@ -243,8 +231,8 @@ def _dump_with_the_wheel(rank, world_size, root, logits, mbs, dp, gbs, options) 
     global_vars.set_args(args)
     parallel_state.initialize_model_parallel()
     num_microbatches_calculator.init_num_microbatches_calculator(0, None, gbs, mbs, dp, False)
-    _wheel_module("megatron.training.distillation.utils_logits", "utils_logits")
-    saver_module = _wheel_module("wheel_logits_saver", "logits_saver")
+    wheel_module("megatron.training.distillation.utils_logits", "utils_logits")
+    saver_module = wheel_module("wheel_logits_saver", "logits_saver")
     for dp_rank in range(dp):
         parallel_state.get_data_parallel_rank = lambda *_, dp_rank=dp_rank, **__: dp_rank
         saver = saver_module.LogitsSaverHooks(root, WHEEL_K, **options)
