@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between the rows of a member, position by position, and its frames, entry by entry. Pure."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,27 +70,39 @@ class StoredEntries:
         """``(S, n, K)`` bool, or None for all."""
         return None if self.counts is None else _prefix(self.counts, self.ids.shape[-1])
 
-    def frames(self, places: Sequence[tuple[int, int]], length: int, ranks: IdRanks) -> Frames:
-        """Return the frames that begin at *places* (row, position), entry by entry."""
+    def frames(
+        self,
+        places: Sequence[tuple[int, int]],
+        length: int,
+        ranks: IdRanks,
+        *,
+        sort_ties: bool,
+    ) -> Frames:
+        """Return the frames that begin at *places* (row, position), entry by entry.
+
+        With *sort_ties* entries of equal value are ordered by rank.
+        """
         positions, _, k = self.ids.shape
         is_partial = self.counts is not None or positions % length > 0
         make = np.zeros if is_partial else np.empty
-        frames = Frames(
-            bits=make((k, len(places), length), self.bits.dtype),
-            ids=make((k, len(places), length), np.uint32),
-            counts=np.zeros((len(places), length), np.uint16) if is_partial else None,
-            tails=None if self.tails is None else make((len(places), length), np.uint32),
-        )
+        tokens = (len(places), length)
+        bits, ids = make((*tokens, k), self.bits.dtype), make((*tokens, k), self.ids.dtype)
+        counts = np.zeros(tokens, np.uint16) if is_partial else None
+        tails = None if self.tails is None else make(tokens, np.uint32)
         for number, (row, begin) in enumerate(places):
             at = slice(begin, begin + length)
             filled = slice(0, min(length, positions - begin))
-            frames.bits[:, number, filled] = self.bits[at, row].T
-            frames.ids[:, number, filled] = self.ids[at, row].T
-            if frames.counts is not None:
-                frames.counts[number, filled] = k if self.counts is None else self.counts[at, row]
-            if frames.tails is not None and self.tails is not None:
-                frames.tails[number, filled] = self.tails[at, row]
-        return dataclasses.replace(frames, ids=ranks.ranks(frames.ids, self.vocab_size))
+            bits[number, filled] = self.bits[at, row]
+            ids[number, filled] = self.ids[at, row]
+            if counts is not None:
+                counts[number, filled] = k if self.counts is None else self.counts[at, row]
+            if tails is not None and self.tails is not None:
+                tails[number, filled] = self.tails[at, row]
+        ids = ranks.ranks(ids, self.vocab_size)
+        if sort_ties:
+            bits, ids = _with_sorted_ties(bits, ids, counts)
+        by_entry = (np.ascontiguousarray(np.moveaxis(part, -1, 0)) for part in (bits, ids))
+        return Frames(bits=next(by_entry), ids=next(by_entry), counts=counts, tails=tails)
 
 
 class DecodedRows:
@@ -174,20 +185,15 @@ class DecodedRows:
         return parts if frames.tails is None else parts | {"tail_logprob": frames.tails}
 
 
-def with_sorted_ties(frames: Frames) -> Frames:
-    """Return *frames* whose entries of equal value are ordered by rank."""
-    keys = (frames.bits.astype(np.uint64) << np.uint64(32)) | frames.ids
-    kept = frames.kept
-    if kept is not None:
-        keys[~kept] = np.iinfo(np.uint64).max
-    by_token = np.ascontiguousarray(np.moveaxis(keys, 0, -1))
-    by_token.sort(axis=-1)
-    keys = np.moveaxis(by_token, -1, 0)
-    return dataclasses.replace(
-        frames,
-        bits=np.ascontiguousarray((keys >> np.uint64(32)).astype(frames.bits.dtype)),
-        ids=np.ascontiguousarray(keys.astype(np.uint32)),
-    )
+def _with_sorted_ties(
+    bits: np.ndarray, ranks: np.ndarray, counts: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``(F, P, K)`` bits and ranks, with entries of equal bits ordered by rank."""
+    keys = (bits.astype(np.uint64) << np.uint64(32)) | ranks
+    if counts is not None:
+        keys[~_prefix(counts, bits.shape[-1])] = np.iinfo(np.uint64).max
+    keys.sort(axis=-1)
+    return (keys >> np.uint64(32)).astype(bits.dtype), keys.astype(np.uint32)
 
 
 def _counts(values: torch.Tensor) -> np.ndarray | None:

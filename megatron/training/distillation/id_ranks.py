@@ -48,11 +48,12 @@ class IdRanks:
     def ranks(self, ids: np.ndarray, vocab_size: int) -> np.ndarray:
         """Return the uint32 rank of each of *ids*, which are below *vocab_size*."""
         count = np.uint32(len(self.frequent))
+        ids = ids.astype(np.uint32)
         if not count:
-            return ids.astype(np.uint32)
+            return ids
         table = np.arange(count, count + np.uint32(vocab_size), dtype=np.uint32)
         table[self.frequent] = np.arange(count, dtype=np.uint32)
-        return table[ids]
+        return _gather(table, ids)
 
     def lookup(self, id_bits: int) -> "IdLookup":
         """Return what turns ranks into ids of at most *id_bits* bits."""
@@ -88,10 +89,9 @@ class IdLookup:
 
     def __init__(self, frequent: np.ndarray, id_bits: int) -> None:
         self._limit = len(frequent) + (1 << id_bits)
-        self._ids: torch.Tensor | None = None
+        self._ids: np.ndarray | None = None
         if len(frequent):
-            others = np.arange(1 << id_bits, dtype=np.int32)
-            self._ids = torch.from_numpy(np.concatenate([frequent.view(np.int32), others]))
+            self._ids = np.concatenate([frequent, np.arange(1 << id_bits, dtype=np.uint32)])
 
     def ids(self, ranks: np.ndarray) -> np.ndarray:
         """Return the uint32 ids of uint32 *ranks*.
@@ -105,7 +105,12 @@ class IdLookup:
             )
         if self._ids is None:
             return ranks
-        # torch gathers with 32-bit positions; numpy would make them 64 bits wide.
-        places = torch.from_numpy(ranks.view(np.int32).ravel())
-        found: np.ndarray = self._ids.index_select(0, places).numpy()
-        return found.view(np.uint32).reshape(ranks.shape)
+        return _gather(self._ids, ranks)
+
+
+def _gather(table: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the uint32 entries of *table* at uint32 *places*, which are below 2^31."""
+    # torch gathers with 32-bit positions; numpy would make them 64 bits wide.
+    wanted = torch.from_numpy(places.view(np.int32).ravel())
+    found: np.ndarray = torch.from_numpy(table.view(np.int32)).index_select(0, wanted).numpy()
+    return found.view(np.uint32).reshape(places.shape)

@@ -23,11 +23,7 @@ from megatron.training.distillation.frame_layout import (
     FrameHeader,
     header_size,
 )
-from megatron.training.distillation.framed_entries import (
-    DecodedRows,
-    StoredEntries,
-    with_sorted_ties,
-)
+from megatron.training.distillation.framed_entries import DecodedRows, StoredEntries
 from megatron.training.distillation.id_ranks import IdRanks
 from megatron.training.distillation.packed_rows import PackedRows
 from megatron.training.distillation.payload import MAX_PAYLOAD_BYTES
@@ -82,9 +78,7 @@ def encode_framed_payload(
     tables, contents = [], []
     for first in range(0, len(places), segment):
         part = places[first : first + segment]
-        frames = entries.frames(part, length, ranks)
-        if sort_ties:
-            frames = with_sorted_ties(frames)
+        frames = entries.frames(part, length, ranks, sort_ties=sort_ties)
         lengths = [min(length, positions - begin) for _, begin in part]
         found = encode_frames(frames, lengths, is_ragged=entries.counts is not None)
         tables.append(found[0])
