@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters for ``bench_loader``: decompressed bytes, and bytes handed to a device."""
+"""Counters for ``bench_loader``: bytes decompressed, read, and handed to a device."""
 
+import itertools
 import multiprocessing
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import zstandard
 from torch.overrides import TorchFunctionMode
+
+from benchmarks.rank_usage import bytes_read_by
 
 
 class Decompression:
@@ -71,6 +76,49 @@ class _Counted:
             return result
 
         return call
+
+
+class LoaderProcesses:
+    """The forked processes that iterate over a class of datasets.
+
+    A process reads up to 0.5 MB before that, mostly sources, as torch formats stacks there.
+
+    Args:
+        dataset: The class, whose ``__iter__`` is replaced.
+    """
+
+    def __init__(self, dataset: type[Any]) -> None:
+        self.limit: int | None = None
+        """Items after which a process that is started now reads no more; None for all of them."""
+        context = multiprocessing.get_context("fork")
+        self._read, self._takes = context.Value("q"), context.Value("q")
+        self._takes_at_fork = 0
+        self._parent = os.getpid()
+        original = dataset.__iter__
+
+        def begin(items: Any) -> Iterator[Any]:
+            if os.getpid() == self._parent:
+                return iter(original(items))
+            self._add(bytes_read_by(os.getpid()))
+            return itertools.islice(original(items), self.limit)
+
+        dataset.__iter__ = begin
+
+    def take_read_at_start(self) -> int:
+        """Return what they had read when they began to iterate, since the last call.
+
+        Processes that were started before that call, and begin after it, do not count.
+        """
+        with self._read.get_lock():
+            found, self._read.value = self._read.value, 0
+            self._takes.value += 1
+        self._takes_at_fork += 1
+        return int(found)
+
+    def _add(self, size: int) -> None:
+        with self._read.get_lock():
+            if self._takes.value == self._takes_at_fork:
+                self._read.value += size
 
 
 class DeviceCopies(TorchFunctionMode):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.implementation_worker import PACKAGE
+from benchmarks.loader_counts import LoaderProcesses
 
 Deliver = Callable[..., torch.Tensor]
 
@@ -26,6 +27,8 @@ class Installed:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._losses = importlib.import_module(PACKAGE + ".cached_logits_loss")
+        self.processes = LoaderProcesses(self._losses.TeacherTarDataset)
+        """The processes that loss objects start."""
         self._options = {
             "decode_threads": args.logits_load_decode_threads,
             "prefetch_factor": args.logits_load_prefetch_factor,
@@ -62,6 +65,8 @@ class Ours:
         self._losses = importlib.import_module(PACKAGE + ".cached_logits_loss")
         self._options = {"decode_threads": args.logits_load_decode_threads}
         self._loss = importlib.import_module(PACKAGE + ".cached_kd_loss")
+        stream = importlib.import_module(PACKAGE + ".target_stream")
+        self.processes = LoaderProcesses(stream._IterationDataset)
         self._waits: list[float] = []
         feed = importlib.import_module(PACKAGE + ".target_feed").TargetFeed
         open_iteration = feed.open

@@ -9,10 +9,8 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,6 +33,8 @@ from benchmarks.loader_samples import (
     found_ids,
     marked_entries,
 )
+from benchmarks.loader_state import RunState
+from benchmarks.loader_student import Student
 from benchmarks.rank_usage import Usage
 from benchmarks.worker_processes import ROOT
 
@@ -56,24 +56,23 @@ class LoaderBench:
         from megatron.core import parallel_state
         from megatron.training.global_vars import get_args
 
-        self._parallel_state = parallel_state
-        self._args = get_args()
-        adapter = Ours if Path(root) == ROOT else Installed
-        self._adapter = adapter(self._args)
+        args = get_args()
+        self._state = RunState(args, parallel_state)
+        self._adapter = (Ours if Path(root) == ROOT else Installed)(args)
 
     def write(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write a cache of *iterations* in shards of *per_shard*, by *dp* ranks of a teacher."""
         dp_size, gbs, folder = request["dp"], request["gbs"], request["folder"]
         cp_size = request["cp"] if self._adapter.writes_context_ranks else 1
-        self._set_batches(request["length"], gbs, dp_size)
+        self._state.set_batches(request["length"], gbs, dp_size)
         teacher = self._teacher(request["length"])
         for dp_rank in range(dp_size):
             for cp_rank in range(cp_size):
-                with self._as_rank(dp_rank, dp_size, cp_rank):
+                with self._state.as_rank(dp_rank, dp_size, cp_rank):
                     saver = self._package.LogitsSaverHooks(folder, self._sizes.top_k)
                 teacher.attach(saver)
                 for iteration in range(request["iterations"]):
-                    self._set_position(iteration, gbs)
+                    self._state.set_position(iteration, gbs)
                     for sample in range(iteration * gbs + dp_rank, (iteration + 1) * gbs, dp_size):
                         teacher.show(sample, cp_rank, cp_size)
                     if (iteration + 1) % request["per_shard"] == 0:
@@ -99,8 +98,8 @@ class LoaderBench:
 
     def dataset(self, request: dict[str, Any]) -> dict[str, Any]:
         """Iterate over the dataset of one rank, in this process, and verify what it yields."""
-        dp_size, gbs, start = request["dp"], request["gbs"], request.get("start", 0)
-        self._set_batches(request["length"], gbs, dp_size)
+        dp_size, gbs, start = request["dp"], request["gbs"], request["start"]
+        self._state.set_batches(request["length"], gbs, dp_size)
         self._decompression.take()
         step = request["length"] // QUARTERS
         memory = Memory()
@@ -118,7 +117,7 @@ class LoaderBench:
                     marked.append((sample, marked_entries(part, indices[microbatch], step)))
                     tokens += part.shape[0] * part.shape[1]
                 iterations += 1
-                if iterations == request.get("limit"):
+                if iterations == request["limit"]:
                     break
             used = Usage.now() - before
         except REFUSALS as error:
@@ -145,64 +144,66 @@ class LoaderBench:
 
         Collective over the ranks of a replica.
         """
-        gbs, pause, iterations = request["gbs"], request["pause"], request["iterations"]
-        cp_rank = self._set_parallel(request.get("tp", 1), request.get("cp", 1))
-        cp_size = request.get("cp", 1)
-        self._set_batches(request["length"], gbs, 1)
-        length, step = request["length"] // cp_size, request["length"] // QUARTERS
-        logits = torch.zeros(length, 1, 1)
-        labels = [torch.full((1, length), sample) for sample in range(iterations * gbs)]
-        marked: list[Marked] = []
-
-        def deliver(logits: torch.Tensor, values: Any, indices: Any, *_: Any, **__: Any) -> Any:
-            marked.append(marked_entries(values, indices, step))
-            return torch.zeros(logits.shape[:2])
-
+        student = Student(self._adapter, self._state, request)
         copies = DeviceCopies()
         stalls: list[float] = []
-        self._decompression.take()
-        self._adapter.waits()
+        self._forget_counts()
         dist.barrier()
         before = Usage.now()
         try:
-            loss = self._adapter.loss(request["folder"], deliver)
-            with copies if request.get("copies") else contextlib.nullcontext():
-                for iteration in range(iterations):
-                    time.sleep(pause)
-                    self._set_position(iteration, gbs)
-                    batch = labels[iteration * gbs : (iteration + 1) * gbs]
-                    stalls.append(self._stall(loss, logits, batch))
+            with student.as_rank(), copies if request["copies"] else contextlib.nullcontext():
+                loss = student.loss()
+                for iteration in student.iterations:
+                    time.sleep(request["pause"])
+                    stalls.append(_stall(list(student.calls(loss, iteration))))
             used = Usage.now() - before
+            student.check()
         except REFUSALS as error:
             return _refusal(error)
         waits = self._adapter.waits()
         del loss
         return_freed()
-        wrong = sum(
-            found_ids(*rows) != expected_ids(sample, cp_rank, cp_size)
-            for sample, rows in enumerate(marked)
-        )
-        if wrong:
-            return _refusal(ValueError(f"wrong rows for {wrong} of {len(marked)} samples"))
         return {
             "cpu": used.own_cpu + used.child_cpu,
             "own cpu": used.own_cpu,
             "decompressed": self._decompression.take(),
-            "read": used.bytes_read,
+            "read": used.bytes_read - self._adapter.processes.take_read_at_start(),
             "copied": copies.bytes,
-            # The first iterations open the cache and fill the queue.
-            "stall": statistics.median(stalls[2:]),
-            **({"waited": statistics.median(waits[2:])} if waits else {}),
+            # The first iterations open the cache and fill the queue; the last has none behind it.
+            "stall": statistics.median(stalls[2:-1]),
+            **({"waited": statistics.median(waits[2:-1])} if waits else {}),
         }
 
-    def _stall(self, loss: Any, logits: torch.Tensor, batch: list[torch.Tensor]) -> float:
-        """Call *loss* for an iteration; return the seconds by which the first call is longer."""
-        seconds = []
-        for labels in batch:
-            began = time.perf_counter()
-            self._adapter.call(loss, logits, labels)
-            seconds.append(time.perf_counter() - began)
-        return seconds[0] - statistics.median(seconds[1:])
+    def first_call(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call a new loss object once; nothing is read after the iteration that the call is of.
+
+        Collective over the ranks of a replica.
+        """
+        student = Student(self._adapter, self._state, request)
+        processes = self._adapter.processes
+        processes.limit = 1
+        self._forget_counts()
+        dist.barrier()
+        before, began = Usage.now(), time.perf_counter()
+        try:
+            with student.as_rank():
+                loss = student.loss()
+                next(student.calls(loss, student.iterations[0]))
+                seconds, used = time.perf_counter() - began, Usage.now() - before
+            student.check()
+        except REFUSALS as error:
+            return _refusal(error)
+        finally:
+            processes.limit = None
+        del loss
+        return_freed()
+        read = used.bytes_read - processes.take_read_at_start()
+        return {"first seconds": seconds, "first read": read}
+
+    def _forget_counts(self) -> None:
+        self._decompression.take()
+        self._adapter.waits()
+        self._adapter.processes.take_read_at_start()
 
     def idle_loader(self) -> dict[str, float]:
         """Have a forked process that loads nothing, as a floor."""
@@ -213,43 +214,13 @@ class LoaderBench:
         used = Usage.now() - before
         return {"cpu": used.own_cpu + used.child_cpu}
 
-    # ---- the state of a run -----------------------------------------------------------------
 
-    def _set_batches(self, length: int, gbs: int, dp_size: int) -> None:
-        import megatron.core.num_microbatches_calculator as microbatches
+def _stall(seconds: list[float]) -> float:
+    """Return by how much the first and the last call of an iteration are longer than the others.
 
-        vars(self._args).update(
-            seq_length=length, global_batch_size=gbs, data_parallel_size=dp_size
-        )
-        microbatches.unset_num_microbatches_calculator()
-        microbatches.init_num_microbatches_calculator(0, None, gbs, 1, dp_size, False)
-
-    def _set_position(self, iteration: int, gbs: int) -> None:
-        self._args.curr_iteration = self._args.iteration = iteration
-        self._args.consumed_train_samples = iteration * gbs
-
-    def _set_parallel(self, tp_size: int, cp_size: int) -> int:
-        """Make all processes one replica; return this one's context parallel rank."""
-        state = self._parallel_state
-        if state.get_tensor_model_parallel_world_size() != tp_size or (
-            state.get_context_parallel_world_size() != cp_size
-        ):
-            state.destroy_model_parallel()
-            state.initialize_model_parallel(
-                tensor_model_parallel_size=tp_size, context_parallel_size=cp_size
-            )
-        return int(state.get_context_parallel_rank())
-
-    @contextlib.contextmanager
-    def _as_rank(self, dp_rank: int, dp_size: int, cp_rank: int) -> Iterator[None]:
-        """Have the parallel state say that this process is one of several teacher ranks."""
-        with mock.patch.multiple(
-            self._parallel_state,
-            get_data_parallel_rank=mock.Mock(return_value=dp_rank),
-            get_data_parallel_world_size=mock.Mock(return_value=dp_size),
-            get_context_parallel_rank=mock.Mock(return_value=cp_rank),
-        ):
-            yield
+    A rank may fetch an iteration at its first microbatch, or already at the last of the one before.
+    """
+    return seconds[0] + seconds[-1] - 2 * statistics.median(seconds[1:-1])
 
 
 def _refusal(error: BaseException) -> dict[str, str]:

@@ -5,6 +5,7 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +39,7 @@ class Usage:
             own_cpu=time.process_time(),
             child_cpu=ended.ru_utime + ended.ru_stime + sum(map(_cpu_seconds, alive)),
             # A process that has been waited for counts in its parent.
-            bytes_read=sum(map(_bytes_read, [os.getpid(), *alive])),
+            bytes_read=sum(map(bytes_read_by, [os.getpid(), *alive])),
         )
 
     def __sub__(self, before: "Usage") -> "Usage":
@@ -51,24 +52,25 @@ class Usage:
 
 
 class TreeMemory:
-    """Proportional set size of a process and its descendants while it is entered, sampled.
+    """Growth of proportional set sizes of processes, each with its descendants, while entered.
 
-    Memory that several of them share counts once.
+    Memory that several of them share counts once. It is sampled.
 
     Attributes:
-        base: Bytes at the beginning.
-        peak: The largest sample.
+        together: The largest sample of all of them, in bytes.
+        largest: The largest sample of one of them.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._base: list[int] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self.base = self.peak = 0
+        self.together = self.largest = 0
 
     def __enter__(self) -> "TreeMemory":
         """Begin to sample."""
-        self.base = self.peak = self._now()
+        self._base = self._now()
         self._thread.start()
         return self
 
@@ -84,10 +86,12 @@ class TreeMemory:
 
     def _sample(self) -> None:
         while not self._ended.wait(_SAMPLED_EVERY):
-            self.peak = max(self.peak, self._now())
+            grown = [now - base for now, base in zip(self._now(), self._base, strict=True)]
+            self.together = max(self.together, sum(grown))
+            self.largest = max(self.largest, *grown)
 
-    def _now(self) -> int:
-        return sum(map(_proportional_bytes, [self._pid, *descendants(self._pid)]))
+    def _now(self) -> list[int]:
+        return [sum(map(_proportional_bytes, [pid, *descendants(pid)])) for pid in self._pids]
 
 
 def descendants(pid: int) -> list[int]:
@@ -106,7 +110,8 @@ def _cpu_seconds(pid: int) -> float:
         return 0.0
 
 
-def _bytes_read(pid: int) -> int:
+def bytes_read_by(pid: int) -> int:
+    """Return what a process got from ``read`` calls; see :class:`Usage`."""
     return _field(_text(Path(f"/proc/{pid}/io")), "rchar:")
 
 

@@ -154,10 +154,15 @@ def closing_all[W: Askable](workers: Mapping[str, W]) -> Iterator[Mapping[str, W
 def alternate(
     workers: Mapping[str, Askable], requests: Mapping[str, Request], runs: int
 ) -> dict[str, Samples]:
-    """Ask each worker its request in turn, *runs* times; return by metric the samples by worker."""
+    """Ask each worker its request in turn, *runs* times; return by metric the samples by worker.
+
+    One that answers an error is not asked again.
+    """
     samples: dict[str, Samples] = {}
     for _ in range(runs):
         for name, request in requests.items():
+            if name in samples.get("error", {}):
+                continue
             for metric, number in workers[name].ask(request).items():
                 samples.setdefault(metric, {}).setdefault(name, []).append(number)
     return samples
