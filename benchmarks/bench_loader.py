@@ -19,8 +19,8 @@ happens in it, such as unpacking rows on a device. What is added up is of all ra
 * CPU time is of all threads and descendants of all ranks, by the scheduler's clocks of their
   processes; per token of the replica. Floor: decompression of the payloads alone, one copy of the
   packed rows, and for a loss, where it is counted too, the start of one process.
-* *decoded / needed*: what zstd puts out, counted by a stand-in for ``ZstdDecompressor`` in shared
-  memory, to the share of it that belongs to the rows needed. *read / needed*: what ``read`` returns
+* *decoded / needed*: what zstd puts out, or of format 3 what frames are decoded to, counted in
+  shared memory, to the share of it that belongs to the rows needed. *read / needed*: what ``read`` returns
   (``rchar`` of ``/proc/PID/io``), to the compressed bytes of the members with those rows; what a
   loader process reads to start is left out.
 * *first sample*: the way to the rows of the first microbatch of a student that starts in the middle
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--iterations", type=int, default=8, help=f"of {GBS} samples, a multiple of 4"
     )
+    parser.add_argument("--save-format", type=int, choices=(2, 3), default=2, help="of ours")
     parser.add_argument("--slack", type=float, default=4.0, help="ms per sample to be decoded")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--case", nargs="+", choices=titles, default=titles, metavar="TITLE")
@@ -74,15 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
     began = time.monotonic()
-    sizes = Sizes(args.seq_length, args.vocab_size, args.top_k)
+    sizes = Sizes(args.seq_length, args.vocab_size, args.top_k, args.save_format)
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         caches = Caches(Path(scratch), sizes.seq_length, dumps(args.iterations))
         bench = Bench(sizes, caches, args.runs, args.slack / 1000)
         bench.run([case for case in CASES if case.title in args.case])
     print(
-        f"S {sizes.seq_length}, V {sizes.vocab_size}, K {sizes.top_k}, fp16; megatron-core "
-        f"{metadata.version('megatron-core')}, medians and quartiles of {args.runs}, "
-        f"of memory of {min(args.runs, SLOW_RUNS)}"
+        f"S {sizes.seq_length}, V {sizes.vocab_size}, K {sizes.top_k}, fp16, ours in format "
+        f"{sizes.save_format}; megatron-core {metadata.version('megatron-core')}, medians and "
+        f"quartiles of {args.runs}, of memory of {min(args.runs, SLOW_RUNS)}"
     )
     print("\n".join(bench.table.lines()))
     print(f"{time.monotonic() - began:.0f} s")

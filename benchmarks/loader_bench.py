@@ -36,7 +36,7 @@ def start_replica(
 ) -> Replica:
     """Start the ranks of a student with the implementation under *root*."""
     store = tempfile.mkdtemp() + "/store"
-    numbers = sizes.seq_length, sizes.vocab_size, sizes.top_k
+    numbers = sizes.seq_length, sizes.vocab_size, sizes.top_k, sizes.save_format
     return Replica(
         [
             Worker("benchmarks.loader_worker", [root, store, rank, world_size, *numbers], allocator)

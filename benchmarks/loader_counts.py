@@ -14,15 +14,13 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.rank_usage import bytes_read_by
 
 
-class Decompression:
-    """Counts what comes out of ``zstandard.ZstdDecompressor`` here and in forked processes."""
+class DecodedBytes:
+    """Adds up bytes here and in forked processes."""
 
     def __init__(self) -> None:
         self._total = multiprocessing.get_context("fork").Value("q")
-        self._original = zstandard.ZstdDecompressor
-        self.frames: list[bytes] | None = None
-        """The arguments of ``decompress`` in this process, while it is a list."""
-        setattr(zstandard, "ZstdDecompressor", self._counted_decompressor)  # noqa: B010
+        self.frames: list[Any] | None = None
+        """What is decoded in this process, while it is a list."""
 
     def take(self) -> int:
         """Return the bytes since the last call."""
@@ -30,18 +28,53 @@ class Decompression:
             found, self._total.value = self._total.value, 0
         return int(found)
 
-    def decompress_again(self, frames: list[bytes]) -> None:
+    def count(self, size: int) -> None:
+        """Add what has been decoded."""
+        with self._total.get_lock():
+            self._total.value += size
+
+
+class FrameDecoding(DecodedBytes):
+    """Counts what the frames of format 3 are decoded to: values and ids.
+
+    Args:
+        decoder: The class that decodes frames.
+    """
+
+    def __init__(self, decoder: type[Any]) -> None:
+        super().__init__()
+        self._original = decoder.decode
+
+        def decode(decoder: Any, numbers: Any, contents: Any) -> Any:
+            if self.frames is not None:
+                self.frames.append((decoder, numbers, contents))
+            found = self._original(decoder, numbers, contents)
+            self.count(found.bits.nbytes + found.ids.nbytes)
+            return found
+
+        decoder.decode = decode
+
+    def decode_again(self, frames: list[Any]) -> None:
+        """Decode *frames* and do nothing else."""
+        for frame in frames:
+            self._original(*frame)
+
+
+class Decompression(DecodedBytes):
+    """Counts what comes out of ``zstandard.ZstdDecompressor``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._original = zstandard.ZstdDecompressor
+        setattr(zstandard, "ZstdDecompressor", self._counted_decompressor)  # noqa: B010
+
+    def decode_again(self, frames: list[Any]) -> None:
         """Decompress *frames* and do nothing else."""
         for frame in frames:
             self._original().decompress(frame)
 
     def _counted_decompressor(self, *args: Any, **kwargs: Any) -> "_Counted":
         return _Counted(self._original(*args, **kwargs), self)
-
-    def count(self, size: int) -> None:
-        """Add what a decompressor has handed out."""
-        with self._total.get_lock():
-            self._total.value += size
 
 
 class _Counted:

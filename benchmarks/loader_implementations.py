@@ -67,6 +67,8 @@ class Ours:
         self._loss = importlib.import_module(PACKAGE + ".cached_kd_loss")
         stream = importlib.import_module(PACKAGE + ".target_stream")
         self.processes = LoaderProcesses(stream._IterationDataset)
+        self.frame_decoder = importlib.import_module(PACKAGE + ".frame_codec").FrameDecoder
+        """The class that decodes frames of format 3."""
         self._waits: list[float] = []
         feed = importlib.import_module(PACKAGE + ".target_feed").TargetFeed
         open_iteration = feed.open

@@ -19,11 +19,12 @@ _ROLL = 1009
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens per sample, vocabulary, entries per token."""
+    """Tokens per sample, vocabulary, entries per token, and the format that ours writes."""
 
     seq_length: int
     vocab_size: int
     top_k: int
+    save_format: int = 2
 
     @property
     def packed_bytes(self) -> float:

@@ -23,7 +23,7 @@ from benchmarks.implementation_worker import (
     load_implementation,
     return_freed,
 )
-from benchmarks.loader_counts import Decompression, DeviceCopies
+from benchmarks.loader_counts import Decompression, DeviceCopies, FrameDecoding
 from benchmarks.loader_implementations import Installed, Ours
 from benchmarks.loader_samples import (
     QUARTERS,
@@ -49,7 +49,7 @@ class LoaderBench:
     def __init__(self, root: str, sizes: Sizes, rank: int, world_size: int, store: str) -> None:
         self._sizes = sizes
         self._teacher = functools.cache(functools.partial(Teacher, sizes))
-        self._decompression = Decompression()
+        self._decompression: Decompression | FrameDecoding = Decompression()
         self._package = load_implementation(
             root, sizes.seq_length, rank=rank, world_size=world_size, store=store
         )
@@ -58,7 +58,16 @@ class LoaderBench:
 
         args = get_args()
         self._state = RunState(args, parallel_state)
-        self._adapter = (Ours if Path(root) == ROOT else Installed)(args)
+        if Path(root) == ROOT:
+            args.logits_save_format, args.padded_vocab_size = (
+                str(sizes.save_format),
+                sizes.vocab_size,
+            )
+            self._adapter: Installed | Ours = Ours(args)
+            if sizes.save_format == 3:
+                self._decompression = FrameDecoding(self._adapter.frame_decoder)
+        else:
+            self._adapter = Installed(args)
 
     def write(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write a cache of *iterations* in shards of *per_shard*, by *dp* ranks of a teacher."""
@@ -81,7 +90,7 @@ class LoaderBench:
 
     def floor(self, request: dict[str, Any]) -> dict[str, float]:
         """Return the us per token of decompression alone, and of one copy of the packed rows."""
-        frames: list[bytes] = []
+        frames: list[Any] = []
         self._decompression.frames = frames
         answer = self.dataset(request)
         self._decompression.frames = None
@@ -89,7 +98,7 @@ class LoaderBench:
         tokens = answer["tokens"]
         rows = torch.ones(int(tokens * self._sizes.packed_bytes), dtype=torch.uint8)
         target = torch.zeros_like(rows)
-        decompression = cpu_seconds(lambda: self._decompression.decompress_again(frames))
+        decompression = cpu_seconds(lambda: self._decompression.decode_again(frames))
         return {
             "decompression": decompression / tokens * 1e6,
             "copy": cpu_seconds(lambda: target.copy_(rows)) / tokens * 1e6,
