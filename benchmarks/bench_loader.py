@@ -20,9 +20,9 @@ happens in it, such as unpacking rows on a device. What is added up is of all ra
   processes; per token of the replica. Floor: decompression of the payloads alone, one copy of the
   packed rows, and for a loss, where it is counted too, the start of one process.
 * *decoded / needed*: what zstd puts out, or of format 3 what frames are decoded to, counted in
-  shared memory, to the share of it that belongs to the rows needed. *read / needed*: what ``read`` returns
-  (``rchar`` of ``/proc/PID/io``), to the compressed bytes of the members with those rows; what a
-  loader process reads to start is left out.
+  shared memory, to the share of it that belongs to the rows needed. *read / needed*: what ``read``
+  returns (``rchar`` of ``/proc/PID/io``), to the compressed bytes of the members with those rows,
+  which format 3 does not read whole; what a loader process reads to start is left out.
 * *first sample*: the way to the rows of the first microbatch of a student that starts in the middle
   of shards of 128 members, with samples of a quarter of the length. Its time is that of the
   slowest rank, from opening the cache on; its bytes are what ``read`` returned by then. Loaders

@@ -15,7 +15,7 @@ import numpy as np
 from megatron.training.distillation.entropy_coder import ColumnDecoder, encode_column
 from megatron.training.distillation.errors import CacheFormatError
 from megatron.training.distillation.frame_layout import VALUE_TYPES, FrameHeader, entry_groups
-from megatron.training.distillation.id_ranks import IdRanks
+from megatron.training.distillation.id_ranks import IdLookup, IdRanks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,21 +86,28 @@ def _column(numbers: np.ndarray, mask: np.ndarray | None) -> tuple[np.ndarray, l
     return numbers[mask], mask.reshape(len(mask), -1).sum(axis=1).tolist()
 
 
+def id_lookup(header: FrameHeader) -> IdLookup:
+    """Return what turns the ranks in a payload into ids.
+
+    Raises:
+        CacheFormatError: The list of frequent ids is damaged.
+    """
+    ranks = IdRanks.decode(header.coder, *header.ranking, header.ranked_ids, header.id_bits)
+    return ranks.lookup(header.id_bits)
+
+
 class FrameDecoder:
     """Decodes frames of one payload. Not to be shared by threads.
 
     Args:
         header: Its header.
-
-    Raises:
-        CacheFormatError: The list of frequent ids is damaged.
+        lookup: Its :func:`id_lookup`, which threads may share.
     """
 
-    def __init__(self, header: FrameHeader) -> None:
+    def __init__(self, header: FrameHeader, lookup: IdLookup) -> None:
         self._header = header
+        self._lookup = lookup
         self._bits = VALUE_TYPES[header.value_type][0]
-        ranks = IdRanks.decode(header.coder, *header.ranking, header.ranked_ids, header.id_bits)
-        self._lookup = ranks.lookup(header.id_bits)
         self._columns: dict[int, list[ColumnDecoder]] = {}
 
     def decode(self, numbers: Sequence[int], contents: Sequence[bytes]) -> Frames:

@@ -5,9 +5,12 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from megatron.training.distillation.errors import CacheFormatError
+from megatron.training.distillation.frame_codec import id_lookup
 from megatron.training.distillation.frame_layout import FrameHeader
+from megatron.training.distillation.id_ranks import IdLookup
 from megatron.training.distillation.packed_rows import PackedRows
 from megatron.training.distillation.payload_v3 import decode_framed_rows
 from megatron.training.distillation.tar_layout import IndexEntry, TarMember
@@ -15,7 +18,12 @@ from megatron.training.distillation.tar_layout import IndexEntry, TarMember
 type ReadRange = Callable[[TarMember, int, int], bytes]
 """Returns bytes ``[begin, end)`` of a member's content."""
 
-_HELD_HEADERS = 8
+_HELD_MEMBERS = 8
+
+
+class _Opened(NamedTuple):
+    header: FrameHeader
+    lookup: IdLookup
 
 
 class FramedMembers:
@@ -30,7 +38,7 @@ class FramedMembers:
         self._read = read
         self._index = index
         self._lock = threading.Lock()
-        self._headers: OrderedDict[TarMember, FrameHeader] = OrderedDict()
+        self._opened: OrderedDict[TarMember, _Opened] = OrderedDict()
 
     def decode(
         self, member: TarMember, rows: Sequence[int] | None, expected: int, max_bytes: int
@@ -40,7 +48,7 @@ class FramedMembers:
         Raises:
             CacheFormatError: It has another number of rows, or what is read of it is damaged.
         """
-        header = self._header(member)
+        header, lookup = self._open(member)
         if header.rows != expected:
             raise CacheFormatError(f"it has {header.rows} rows, expected {expected}")
         offsets = header.offsets()
@@ -50,22 +58,23 @@ class FramedMembers:
         begin = int(offsets[wanted[0] * header.frames_per_row])
         end = int(offsets[(wanted[-1] + 1) * header.frames_per_row])
         content = self._read(member, begin, end)
-        return decode_framed_rows(header, content, wanted, begin=begin, max_bytes=max_bytes)
+        return decode_framed_rows(
+            header, content, wanted, begin=begin, max_bytes=max_bytes, lookup=lookup
+        )
 
-    def _header(self, member: TarMember) -> FrameHeader:
-        """Return a member's header, read once for as long as it is in use."""
+    def _open(self, member: TarMember) -> _Opened:
+        """Return what a member begins with, read once for as long as it is in use."""
         with self._lock:
-            header = self._headers.get(member)
-            if header is not None:
-                self._headers.move_to_end(member)
-                return header
-        data = self._read_header(member)
-        header = FrameHeader.from_bytes(data)
+            if member in self._opened:
+                self._opened.move_to_end(member)
+                return self._opened[member]
+        header = FrameHeader.from_bytes(self._read_header(member))
+        opened = _Opened(header, id_lookup(header))
         with self._lock:
-            self._headers[member] = header
-            if len(self._headers) > _HELD_HEADERS:
-                self._headers.popitem(last=False)
-        return header
+            self._opened[member] = opened
+            if len(self._opened) > _HELD_MEMBERS:
+                self._opened.popitem(last=False)
+        return opened
 
     def _read_header(self, member: TarMember) -> bytes:
         entry = self._index[member]

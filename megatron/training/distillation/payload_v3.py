@@ -14,7 +14,7 @@ import torch
 from megatron.training.distillation.entropy_coder import coder_header
 from megatron.training.distillation.errors import CacheFormatError
 from megatron.training.distillation.fingerprint import chunk_count
-from megatron.training.distillation.frame_codec import FrameDecoder, encode_frames
+from megatron.training.distillation.frame_codec import FrameDecoder, encode_frames, id_lookup
 from megatron.training.distillation.frame_layout import (
     EIGHT_BIT,
     MAX_FRAME_ENTRIES,
@@ -24,7 +24,7 @@ from megatron.training.distillation.frame_layout import (
     header_size,
 )
 from megatron.training.distillation.framed_entries import DecodedRows, StoredEntries
-from megatron.training.distillation.id_ranks import IdRanks
+from megatron.training.distillation.id_ranks import IdLookup, IdRanks
 from megatron.training.distillation.packed_rows import PackedRows
 from megatron.training.distillation.payload import MAX_PAYLOAD_BYTES
 
@@ -143,6 +143,7 @@ def decode_framed_rows(
     *,
     begin: int = 0,
     max_bytes: int = MAX_PAYLOAD_BYTES,
+    lookup: IdLookup | None = None,
 ) -> PackedRows:
     """Verify and decode some rows of a payload, and nothing else of it.
 
@@ -154,6 +155,7 @@ def decode_framed_rows(
         begin: The place of *content* in the payload.
         max_bytes: What the rows may take. Decoding needs room besides for a few frames, whose
             entries the format limits.
+        lookup: The payload's :func:`id_lookup`, where it is at hand.
 
     Returns:
         ``(len(positions), len(rows), K)`` entries. Fingerprints are of all positions.
@@ -176,7 +178,7 @@ def decode_framed_rows(
         for chunk in chunks
     ]
     offsets = header.offsets() - begin
-    decoder = FrameDecoder(header)
+    decoder = FrameDecoder(header, lookup or id_lookup(header))
     at_once = max(1, _DECODED_ENTRIES // (length * header.k))
     for part in itertools.batched(wanted, at_once):
         numbers = [number for number, _, _ in part]

@@ -134,10 +134,10 @@ def ids_of(rows: PackedRows, k: int) -> tuple[torch.Tensor, int]:
     Plane ``p`` of a token holds bit ``16 + p`` of its K ids, the first in its highest bit.
     """
     planes = rows.high_bits.unflatten(-1, (-1, -(-k // 8)))  # (S, n, planes, ceil(K / 8))
-    bits = (planes.long().unsqueeze(-1) >> torch.arange(7, -1, -1)) & 1
-    weights = 1 << torch.arange(16, 16 + planes.shape[2])
-    high = (bits.flatten(-2)[..., :k] * weights.unsqueeze(-1)).sum(2)
-    ids = rows.indices_low.long() + high
+    ids = rows.indices_low.long()
+    bits = torch.from_numpy(np.unpackbits(planes.numpy(), axis=-1, count=k))
+    for plane in range(planes.shape[2]):
+        ids += bits[:, :, plane].long() << (16 + plane)
     return ids, planes.shape[2]
 
 
