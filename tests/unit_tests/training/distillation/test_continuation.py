@@ -11,6 +11,7 @@ from megatron.training.distillation.errors import CacheIdentityError
 from megatron.training.distillation.manifest import RunManifest
 from megatron.training.distillation.shard_writer import write_batched_tar
 from megatron.training.distillation.utils import SaverSettings, ShardMeta
+from tests.unit_tests.training.distillation.cache_files import encode_payload, rows_of
 
 IDENTIFIERS = {
     "seed": 1,
@@ -24,10 +25,9 @@ META = ShardMeta.for_run(IDENTIFIERS, SAVER)
 
 
 def write(root: Path, name: str, meta: ShardMeta) -> None:
-    start = name.split("__")[1].split("-")[0]
-    write_batched_tar(
-        str(root / name), meta.to_bytes(), [(f"{start}-{int(start) + 4}.pt.zst", b"x")]
-    )
+    start = int(name.split("__")[1].split("-")[0])
+    payload = encode_payload(rows_of([start]), meta.saver.format_version)
+    write_batched_tar(str(root / name), meta.to_bytes(), [(f"{start}-{start + 4}.pt.zst", payload)])
 
 
 def test_an_empty_directory_and_the_same_dump_are_fine(tmp_path):
