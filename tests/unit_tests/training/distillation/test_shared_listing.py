@@ -23,8 +23,6 @@ from tests.unit_tests.training.distillation.run_stubs import (
     group_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("cache_format")
-
 WORLD = 4
 GBS = 4
 AGREEMENT = ["all_reduce"]

@@ -29,8 +29,6 @@ from tests.unit_tests.training.distillation.cache_files import (
 )
 from tests.unit_tests.training.distillation.given_targets import targets
 
-pytestmark = pytest.mark.usefixtures("cache_format")
-
 
 def open_stream(
     directory: Path,
