@@ -168,7 +168,7 @@ class FrameHeader:
         if len(data) != size:
             raise CacheFormatError(f"its header has {len(data)} bytes, and says {size}")
         (recorded,) = _CHECKSUM.unpack(data[-_CHECKSUM.size :])
-        if (found := zlib.crc32(data[: -_CHECKSUM.size])) != recorded:
+        if (found := header_checksum(data)) != recorded:
             raise CacheFormatError(
                 f"the checksum of its header is {found}, it was written with {recorded}"
             )
@@ -189,6 +189,14 @@ def header_size(data: bytes) -> int:
     if size < _FIXED.size + _CHECKSUM.size:
         raise CacheFormatError(f"its header says that it has {size} bytes, which is too few")
     return size
+
+
+def header_checksum(header: bytes) -> int:
+    """Return the CRC-32 of a header without the checksum at its end.
+
+    With it the CRC-32 would be the same number for every header.
+    """
+    return zlib.crc32(header[: -_CHECKSUM.size])
 
 
 HEADER_PREFIX_BYTES = _FIXED.size

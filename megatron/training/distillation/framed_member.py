@@ -2,14 +2,13 @@
 """Reads rows of the members of a shard of format v3, and only the bytes that hold them."""
 
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.training.distillation.errors import CacheFormatError
 from megatron.training.distillation.frame_codec import id_lookup
-from megatron.training.distillation.frame_layout import FrameHeader
+from megatron.training.distillation.frame_layout import FrameHeader, header_checksum
 from megatron.training.distillation.id_ranks import IdLookup
 from megatron.training.distillation.packed_rows import PackedRows
 from megatron.training.distillation.payload_v3 import decode_framed_rows
@@ -79,7 +78,7 @@ class FramedMembers:
     def _read_header(self, member: TarMember) -> bytes:
         entry = self._index[member]
         data = self._read(member, 0, min(entry.header_bytes, member.size))
-        if (found := zlib.crc32(data)) != entry.header_crc32:
+        if (found := header_checksum(data)) != entry.header_crc32:
             raise CacheFormatError(
                 f"its checksum is {found} over its header, the shard was written with "
                 f"{entry.header_crc32}: it was changed or exchanged since"

@@ -18,6 +18,7 @@ from megatron.training.distillation.errors import CacheFormatError
 from megatron.training.distillation.frame_layout import (
     FORMAT_VERSION_V3,
     HEADER_PREFIX_BYTES,
+    header_checksum,
     header_size,
 )
 from megatron.training.distillation.member_content import Content, checksum, open_content
@@ -114,7 +115,7 @@ def seal_meta(meta_bytes: bytes, name: str, members: Sequence[tuple[str, Content
 
 
 def _stored_header(content: Content) -> tuple[int, int]:
-    """Return size and CRC-32 of the header of a payload of format v3.
+    """Return the size of the header of a payload of format v3, and its :func:`header_checksum`.
 
     Raises:
         CacheFormatError: The payload does not begin with one.
@@ -122,7 +123,7 @@ def _stored_header(content: Content) -> tuple[int, int]:
     with contextlib.closing(open_content(content)) as stream:
         prefix = stream.read(HEADER_PREFIX_BYTES)
         size = header_size(prefix)
-        return size, zlib.crc32(prefix + stream.read(size - len(prefix)))
+        return size, header_checksum(prefix + stream.read(size - len(prefix)))
 
 
 def _checksum_of_meta(meta: Mapping[str, Any]) -> int:

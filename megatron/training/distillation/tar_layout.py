@@ -27,7 +27,7 @@ class TarMember(NamedTuple):
 class IndexEntry(NamedTuple):
     """The member with global samples ``[start, end)`` is stored in ``size`` bytes.
 
-    In format v3 the first ``header_bytes`` of them are a header with the CRC-32 ``header_crc32``.
+    In format v3 the first ``header_bytes`` of them are a header with the checksum ``header_crc32``.
     """
 
     start: int

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small caches whose every value tells the sample and the position it belongs to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ SEQ, K = 4, 2
 
 CACHE_FORMAT = ContextVar("CACHE_FORMAT", default=2)
 """The format of the caches that are written here."""
+
+
+@contextmanager
+def in_format(version: int) -> Iterator[None]:
+    """Write caches in a format meanwhile."""
+    token = CACHE_FORMAT.set(version)
+    try:
+        yield
+    finally:
+        CACHE_FORMAT.reset(token)
 
 
 def encode_payload(rows: Sequence[torch.Tensor], version: int | None = None) -> bytes:

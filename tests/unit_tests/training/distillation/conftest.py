@@ -4,15 +4,14 @@
 import pytest
 
 from megatron.training.distillation import object_store, storage_retry
-from tests.unit_tests.training.distillation.cache_files import CACHE_FORMAT
+from tests.unit_tests.training.distillation.cache_files import in_format
 
 
 @pytest.fixture(params=(2, 3), ids=("v2", "v3"))
 def cache_format(request):
     """The format of the caches that a test writes: it runs once with each."""
-    token = CACHE_FORMAT.set(request.param)
-    yield request.param
-    CACHE_FORMAT.reset(token)
+    with in_format(request.param):
+        yield request.param
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A damaged cache gives the original targets or a named error, whatever the damage.
 
-``LOGITS_FUZZ_CASES=10000`` tries that many caches instead of the few of a normal run, and
-``LOGITS_FUZZ_SEED`` others.
+``LOGITS_FUZZ_CASES=10000`` tries that many caches instead of the few of a normal run, half of them
+in each format, and ``LOGITS_FUZZ_SEED`` others.
 """
 
 import os
@@ -29,12 +29,15 @@ from megatron.training.distillation.shard_reader import (
 from tests.unit_tests.training.distillation.cache_files import (
     IDENTIFIERS,
     SEQ,
+    in_format,
     rows_of,
     write_shard,
 )
 from tests.unit_tests.training.distillation.cache_mutations import Mutator, read_files, write_files
 
-CASES = int(os.environ.get("LOGITS_FUZZ_CASES", "300"))
+FORMATS = (2, 3)
+CASES = int(os.environ.get("LOGITS_FUZZ_CASES", "300")) // len(FORMATS)
+"""Caches of each format."""
 SEED = os.environ.get("LOGITS_FUZZ_SEED", "1")
 MANIFEST = RunManifest(
     sequence_length=SEQ,
@@ -60,9 +63,9 @@ MAX_SECONDS = 5.0
 MAX_GROWTH_KIB = 300 * 1024
 
 
-@pytest.fixture(scope="module")
-def mutator(tmp_path_factory) -> Mutator:
-    """Damages a cache of two DP ranks with two shards each."""
+@pytest.fixture(scope="module", params=FORMATS, ids=("v2", "v3"))
+def mutator(request, tmp_path_factory) -> Mutator:
+    """Damages a cache of two DP ranks with two shards each, in both formats."""
 
     def cache(**changes) -> dict[str, bytes]:
         directory = tmp_path_factory.mktemp("cache")
@@ -83,7 +86,8 @@ def mutator(tmp_path_factory) -> Mutator:
         {"mbs": 2},
         {"dp": 4},
     ]
-    return Mutator(cache(), [cache(teacher=1000, **changes) for changes in foreign])
+    with in_format(request.param):
+        return Mutator(cache(), [cache(teacher=500, **changes) for changes in foreign])
 
 
 def read_all(directory, layout: LoadLayout) -> str:
