@@ -17,7 +17,6 @@ from tests.unit_tests.training.distillation.cache_files import IDENTIFIERS, samp
 GBS = 4
 LAYOUT = LoadLayout(dp_rank=0, dp_size=1, mbs=GBS, gbs=GBS)
 DENIED = "Permission denied"
-once_or_for_good = pytest.mark.parametrize("only", [True, False], ids=["once", "for good"])
 
 
 # ---- a window ----------------------------------------------------------------------------------
@@ -46,8 +45,13 @@ def readable(directory: Path) -> list[int]:
     return found
 
 
-@once_or_for_good
-def test_publication(tmp_path: Path, only: bool) -> None:
+@pytest.mark.parametrize(
+    ("cache_format", "only"),
+    [(2, True), (3, False)],
+    indirect=["cache_format"],
+    ids=["v2 once", "v3 for good"],
+)
+def test_publication(tmp_path: Path, cache_format: int, only: bool) -> None:
     """Whatever fails is told, loses nothing that was there and stands in nobody's way later."""
     begin(tmp_path / "whole")
     with FileFaults("whole", tmp_path / "operations"):
@@ -103,7 +107,8 @@ def stream_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], TargetStream]
     return make
 
 
-@once_or_for_good
+@pytest.mark.usefixtures("cache_format")
+@pytest.mark.parametrize("only", [True, False], ids=["once", "for good"])
 def test_reads(tmp_path: Path, only: bool, stream_of: Callable[[Path], TargetStream]) -> None:
     """Whatever fails is an answer that says what and where; nothing is read wrong."""
     cache = tmp_path / "cache"

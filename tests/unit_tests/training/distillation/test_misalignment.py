@@ -25,6 +25,7 @@ from megatron.training.distillation.errors import TeacherContentError
 from megatron.training.distillation.logits_saver import LogitsSaverHooks
 from megatron.training.distillation.targets import IterationFailure, IterationTargets
 from tests.unit_tests.distributed import run_ranks
+from tests.unit_tests.training.distillation.cache_files import CACHE_FORMAT, in_format
 from tests.unit_tests.training.distillation.run_stubs import (
     SETTINGS,
     GivenLogitsModel,
@@ -33,6 +34,8 @@ from tests.unit_tests.training.distillation.run_stubs import (
     group_layout,
     placed,
 )
+
+pytestmark = pytest.mark.usefixtures("cache_format")
 
 SEQ, SAMPLES, PADDED, VOCAB = 160, 16, 16, 95
 Samples = list[torch.Tensor]
@@ -129,6 +132,7 @@ class Batches:
             global_batch_size=self.gbs,
             seq_length=self.length,
             vocab_size=PADDED,
+            save_format=str(CACHE_FORMAT.get()),
         )
         run.position = TrainingPosition(
             iteration=start // self.gbs,
@@ -299,12 +303,20 @@ OTHER_DATA: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def dumped(seen: Samples, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cache = tmp_path_factory.mktemp("dumped") / "cache"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logits_saver, "_active_saver", None)
-        dump(StubRun().install(patch), cache, seen, TEACHER)
-    return cache
+def dumps(seen: Samples, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """A cache in each format."""
+    caches = {}
+    for save_format in (2, 3):
+        caches[save_format] = tmp_path_factory.mktemp("dumped") / "cache"
+        with pytest.MonkeyPatch.context() as patch, in_format(save_format):
+            patch.setattr(logits_saver, "_active_saver", None)
+            dump(StubRun().install(patch), caches[save_format], seen, TEACHER)
+    return caches
+
+
+@pytest.fixture
+def dumped(dumps: dict[int, Path], cache_format: int) -> Path:
+    return dumps[cache_format]
 
 
 @pytest.mark.parametrize("change", OTHER_DATA)

@@ -2,11 +2,14 @@
 """Dumps that are killed and resumed in any order leave disjoint shards and lose no sample.
 
 The dump here is real down to the files; only the model is missing: an iteration's payload is a
-function of its samples, as a frozen teacher's is.
+function of its samples, as a frozen teacher's is, and of the format, which may change from one life
+to the next.
 """
 
 import builtins
+import functools
 import itertools
+import json
 import os
 import tarfile
 from pathlib import Path
@@ -23,10 +26,10 @@ from megatron.training.distillation.publication import (
 )
 from megatron.training.distillation.shard_writer import write_batched_tar
 from megatron.training.distillation.utils import ShardName
+from tests.unit_tests.training.distillation.cache_files import encode_payload, rows_of
 
 GBS = 4
 ITERATIONS = 12
-META = b'{"saver":{}}'
 
 
 def shard(start: int, end: int, dp_rank: int = 0) -> ShardName:
@@ -121,19 +124,23 @@ class KillSwitch:
         return call
 
 
-def payload(start: int) -> bytes:
-    return f"samples {start} on".encode() * 50
+@functools.cache
+def payload(start: int, save_format: int) -> bytes:
+    return encode_payload(rows_of(list(range(start, start + GBS))), save_format)
 
 
-def dump(root: Path, begin: int, end: int, interval: int) -> int:
+def dump(root: Path, begin: int, end: int, interval: int, save_format: int) -> int:
     """Dump iterations ``[begin, end)`` as the trainer does; return the last confirmed one."""
     flushed = begin
+    meta = json.dumps({"saver": {"format_version": save_format}}).encode()
     for iteration in range(begin + 1, end + 1):
         if iteration % interval == 0 or iteration == end:
             window = range(flushed, iteration)
-            members = [(f"{i * GBS}-{(i + 1) * GBS}.pt.zst", payload(i * GBS)) for i in window]
+            members = [
+                (f"{i * GBS}-{(i + 1) * GBS}.pt.zst", payload(i * GBS, save_format)) for i in window
+            ]
             name = ShardName(0, flushed * GBS, iteration * GBS)
-            write_batched_tar(str(root / str(name)), META, members)
+            write_batched_tar(str(root / str(name)), meta, members)
             flushed = iteration
     return flushed
 
@@ -142,15 +149,18 @@ def live(root: Path) -> list[ShardName]:
     return sorted(name for name in map(ShardName.parse, os.listdir(root)) if name is not None)
 
 
-def readable(root: Path) -> dict[int, bytes]:
-    """Return the payload of every sample range, read as the student does: the later start wins."""
-    found = {}
+def readable(root: Path) -> set[int]:
+    """Return the start of every sample range; each payload is in the format of its shard."""
+    found = set()
     for name in live(root):
         with tarfile.open(root / str(name)) as tar:
-            for member in tar.getmembers()[1:]:
+            meta, *members = tar.getmembers()
+            save_format = json.load(tar.extractfile(meta))["saver"]["format_version"]
+            for member in members:
                 start = int(member.name.split("-")[0])
                 assert name.start <= start < name.end
-                found[start] = tar.extractfile(member).read()
+                assert tar.extractfile(member).read() == payload(start, save_format)
+                found.add(start)
     return found
 
 
@@ -162,7 +172,7 @@ def assert_disjoint(root: Path) -> None:
 
 def assert_complete(root: Path) -> None:
     assert_disjoint(root)
-    assert readable(root) == {i * GBS: payload(i * GBS) for i in range(ITERATIONS)}
+    assert readable(root) == {i * GBS for i in range(ITERATIONS)}
     assert sum(name.end - name.start for name in live(root)) == ITERATIONS * GBS
 
 
@@ -179,17 +189,17 @@ def test_killed_before_every_operation_of_a_publication_that_cuts_on_both_sides(
     while True:
         root = tmp_path / str(operations)
         root.mkdir()
-        dump(root, 0, ITERATIONS, ITERATIONS)
+        dump(root, 0, ITERATIONS, ITERATIONS, 2)
         confirmed_before = readable(root)
         kill_switch.left = operations
         try:
-            dump(root, 4, 8, 4)
+            dump(root, 4, 8, 4, 3)
         except Killed:
             kill_switch.left = None
-            lost = set(confirmed_before) - set(readable(root))
+            lost = confirmed_before - readable(root)
             # Only what the killed write was about to record again, from the checkpoint it had.
             assert lost <= {i * GBS for i in range(4, 8)}
-            dump(root, 4, ITERATIONS, 5)
+            dump(root, 4, ITERATIONS, 5, 3)
             assert_complete(root)
             operations += 1
             continue
@@ -200,10 +210,12 @@ def test_killed_before_every_operation_of_a_publication_that_cuts_on_both_sides(
     assert_complete(root)
 
 
+FORMATS = st.sampled_from((2, 3))
 LIFE = st.tuples(
     st.integers(1, 7),  # the save interval of this life
     st.integers(0, 60),  # file operations until it is killed
     st.integers(0, 3),  # confirmed checkpoints the next life goes back by
+    FORMATS,
 )
 
 
@@ -213,13 +225,17 @@ LIFE = st.tuples(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(lives=st.lists(LIFE, min_size=1, max_size=6), last_interval=st.integers(1, 7))
-def test_any_schedule_of_kills_resumes_and_intervals(
-    tmp_path_factory, kill_switch, lives, last_interval
+@given(
+    lives=st.lists(LIFE, min_size=1, max_size=6),
+    last_interval=st.integers(1, 7),
+    last_format=FORMATS,
+)
+def test_any_schedule_of_kills_resumes_intervals_and_formats(
+    tmp_path_factory, kill_switch, lives, last_interval, last_format
 ):
     root = tmp_path_factory.mktemp("cache")
     confirmed = [0]
-    for interval, operations, back in lives:
+    for interval, operations, back, save_format in lives:
         begin = confirmed[max(0, len(confirmed) - 1 - back)]
         confirmed = [iteration for iteration in confirmed if iteration <= begin]
         kill_switch.left = operations
@@ -227,12 +243,12 @@ def test_any_schedule_of_kills_resumes_and_intervals(
             first = begin - begin % interval + interval
             for end in [*range(first, ITERATIONS, interval), ITERATIONS]:
                 if end > begin:
-                    confirmed.append(dump(root, confirmed[-1], end, ITERATIONS))
+                    confirmed.append(dump(root, confirmed[-1], end, ITERATIONS, save_format))
         except Killed:
             pass
         kill_switch.left = None
         # What is confirmed at or before the checkpoint that is resumed from stays readable.
         if root.exists():
-            assert set(readable(root)) >= {i * GBS for i in range(confirmed[-1])}
-    dump(root, confirmed[-1], ITERATIONS, last_interval)
+            assert readable(root) >= {i * GBS for i in range(confirmed[-1])}
+    dump(root, confirmed[-1], ITERATIONS, last_interval, last_format)
     assert_complete(root)

@@ -12,7 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.training.distillation import cached_kd_loss, open_shard, storage, target_stream
+from megatron.training.distillation import (
+    cached_kd_loss,
+    framed_member,
+    open_shard,
+    storage,
+    target_stream,
+)
 from megatron.training.distillation.cached_kd_loss import CachedLogitsKDLoss
 from megatron.training.distillation.errors import (
     CacheFormatError,
@@ -328,19 +334,25 @@ class Reads:
     def __init__(self) -> None:
         self.opened: list[str] = []
         self.decoded = self.bytes = 0
-        original_open, original_decode = storage.open_read, open_shard.decode_packed_rows
+        original_open = storage.open_read
 
         def opened(path: str, *args: Any, **options: Any) -> Any:
             self.opened.append(Path(path).name)
             return original_open(path, *args, **options)
 
-        def decoded(data: bytes, *args: Any) -> PackedRows:
-            self.decoded += 1
-            self.bytes += len(data)
-            return original_decode(data, *args)
-
         storage.open_read = opened  # type: ignore[assignment]
-        open_shard.decode_packed_rows = decoded
+        open_shard.decode_packed_rows = self._counting(open_shard.decode_packed_rows, 0)
+        framed_member.decode_framed_rows = self._counting(framed_member.decode_framed_rows, 1)
+
+    def _counting(self, decode: Callable[..., PackedRows], place: int) -> Callable[..., PackedRows]:
+        """Count the calls of *decode* and the bytes of its argument at *place*."""
+
+        def counting(*args: Any, **options: Any) -> PackedRows:
+            self.decoded += 1
+            self.bytes += len(args[place])
+            return decode(*args, **options)
+
+        return counting
 
 
 def _read_files(
@@ -376,6 +388,7 @@ def _read_files(
     return told, (reads.opened, reads.decoded, reads.bytes)
 
 
+@pytest.mark.usefixtures("cache_format")
 @pytest.mark.parametrize(("tp", "cp"), GRIDS)
 def test_bytes_are_read_and_decoded_once_per_replica(tmp_path: Path, tp: int, cp: int) -> None:
     write_shard(tmp_path, 0, 8, gbs=GBS)
@@ -391,6 +404,7 @@ def test_bytes_are_read_and_decoded_once_per_replica(tmp_path: Path, tp: int, cp
     assert [counts for _, counts in results[1:]] == [([], 0, 0)] * (tp * cp - 1)
 
 
+@pytest.mark.usefixtures("cache_format")
 @pytest.mark.parametrize(("tp", "cp"), GRIDS)
 def test_damage_that_the_reading_rank_finds_stops_all(tmp_path: Path, tp: int, cp: int) -> None:
     write_shard(tmp_path, 0, 8, gbs=GBS)
