@@ -8,6 +8,8 @@ OUT ?= quickstart_out
 BIN := $(VENV)/bin
 # Test processes side by side; 0 runs the tests in pytest itself, as --pdb needs it.
 WORKERS ?= 2
+# Format of the dumps of the functional tests: 2, 3, or mixed, where each dump has its own.
+FORMAT ?= mixed
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Several processes share few cores here; more threads than cores make an iteration many times slower.
@@ -51,7 +53,7 @@ unit-all: env-dev  ## all unit tests
 	$(PYTEST) tests/unit_tests $(ARGS)
 
 functional: env-dev  ## real training runs through torchrun, on the CPU
-	$(PYTEST) tests/functional_tests $(ARGS)
+	$(PYTEST) tests/functional_tests --logits-save-format $(FORMAT) $(ARGS)
 
 clean:  ## remove caches and the quickstart's output; the environment stays
 	rm -rf $(OUT) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

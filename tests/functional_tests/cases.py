@@ -2,11 +2,12 @@
 """The dumps and students of the functional tests; each runs once, when a test first asks for it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tests.functional_tests.caches import convert
 from tests.functional_tests.corpus import write_corpus
 from tests.functional_tests.harness import (
     MODEL,
@@ -39,6 +40,12 @@ class Dump:
     pretrained: bool = True
     """Whether the shared teacher's checkpoint fits its model; else it keeps its random weights."""
 
+    def in_format(self, save_format: int) -> "Dump":
+        """Return the same dump in a format; values have 8 bits where it asks and format 3 is it."""
+        eight_bit = self.settings.eight_bit and save_format == 3
+        settings = replace(self.settings, save_format=save_format, eight_bit=eight_bit)
+        return replace(self, settings=settings)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Student:
@@ -59,10 +66,11 @@ class Student:
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
+# Both formats have every dtype, ragged tokens, and TP, CP and PP.
 DUMPS = {
-    "tp1": Dump(settings=DumpSettings(k=12)),
+    "tp1": Dump(settings=DumpSettings(k=12, save_format=3)),
     "tp2": Dump(
-        settings=DumpSettings(k=40, p=0.8, min_k=2, dtype="bf16"),
+        settings=DumpSettings(k=40, p=0.8, min_k=2, dtype="bf16", save_format=3),
         ranks=2,
         flags="--tensor-model-parallel-size 2 --use-distributed-optimizer",
     ),
@@ -73,19 +81,19 @@ DUMPS = {
     ),
     "dp2": Dump(settings=DumpSettings(k=60, p=0.9), ranks=2),
     "vpp": Dump(
-        settings=DumpSettings(k=1),
+        settings=DumpSettings(k=1, save_format=3),
         ranks=2,
         flags="--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --bf16",
         micro_batch=2,
     ),
     "mtp": Dump(
-        settings=DumpSettings(k=12, p=0.95, dtype="fp32"),
+        settings=DumpSettings(k=12, p=0.95, dtype="fp32", save_format=3),
         flags="--mtp-num-layers 1 --dist-ckpt-strictness log_all",
         micro_batch=2,
         crosscheck=True,
     ),
     "cp2": Dump(
-        settings=DumpSettings(k=30, p=0.9),
+        settings=DumpSettings(k=30, p=0.9, save_format=3, eight_bit=True),
         ranks=2,
         flags="--context-parallel-size 2 --use-distributed-optimizer",
         micro_batch=2,
@@ -96,7 +104,7 @@ DUMPS = {
         flags="--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --bf16",
     ),
     "moe": Dump(
-        settings=DumpSettings(k=20, dtype="fp32"),
+        settings=DumpSettings(k=20, dtype="fp32", save_format=3),
         ranks=2,
         flags="--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear "
         "--untie-embeddings-and-output-weights",
@@ -184,10 +192,16 @@ class StudentRun:
 
 
 class Workshop:
-    """Makes what tests share, once each, and keeps it for the session."""
+    """Makes what tests share, once each, and keeps it for the session.
 
-    def __init__(self, jobs: JobRunner) -> None:
+    Args:
+        jobs: Runs the jobs.
+        only_format: The format of all dumps; None for that of each.
+    """
+
+    def __init__(self, jobs: JobRunner, only_format: int | None = None) -> None:
         self.jobs = jobs
+        self.only_format = only_format
         self.directory = jobs.directory
         self._made: dict[Any, Any] = {}
 
@@ -206,6 +220,10 @@ class Workshop:
         """Checkpoint directory of a teacher trained for a few iterations at TP 1."""
         return self._once("teacher", self._make_teacher)
 
+    def format_of(self, save_format: int) -> int:
+        """Return the format of what is to be in *save_format* unless all is in one."""
+        return self.only_format or save_format
+
     def dump_arguments(
         self,
         case: Dump,
@@ -216,13 +234,16 @@ class Workshop:
         save_interval: int = FLUSH_INTERVAL,
     ) -> list[str]:
         """Return the command line of a dump, which resumes from *save* if something is there."""
+        settings = case.in_format(self.format_of(case.settings.save_format)).settings
         arguments = [*self.common, *NO_EVALUATION, *case.flags.split()]
         arguments += batch(case.micro_batch, DUMP_GLOBAL_BATCH, iterations)
         if case.pretrained:
             arguments += ["--pretrained-checkpoint", str(self.teacher), "--load", str(save)]
         arguments += ["--save", str(save), "--save-interval", str(save_interval), *ASYNC_SAVE]
         arguments += ["--freeze-all-layers", "--logits-save-dir", str(cache)]
-        settings = case.settings
+        arguments += ["--logits-save-format", str(settings.save_format)]
+        if settings.eight_bit:
+            arguments += ["--logits-save-8bit"]
         arguments += ["--logits-save-top-k", str(settings.k), "--logits-save-dtype", settings.dtype]
         if settings.p is not None:
             arguments += ["--logits-save-top-p", str(settings.p)]
@@ -232,6 +253,14 @@ class Workshop:
     def dump(self, name: str) -> DumpRun:
         """Return the dump *name* of DUMPS."""
         return self._once(("dump", name), lambda: self._make_dump(name))
+
+    def cache(self, name: str, save_format: int) -> Path:
+        """Return the cache of the dump *name* in a format, converted if it is in the other."""
+        dump, wanted = self.dump(name), self.format_of(save_format)
+        if dump.oracle.settings.save_format == wanted:
+            return dump.cache
+        target = self.directory / f"dump-{name}" / f"cache-v{wanted}"
+        return self._once(("cache", name, wanted), lambda: convert(dump.cache, target, wanted))
 
     def student(self, name: str) -> StudentRun:
         """Return the student *name* of STUDENTS."""
@@ -262,6 +291,7 @@ class Workshop:
 
     def _make_dump(self, name: str) -> DumpRun:
         case = DUMPS[name]
+        case = case.in_format(self.format_of(case.settings.save_format))
         place = self.directory / f"dump-{name}"
         cache, save, record = place / "cache", place / "save", place / "record"
         arguments = self.dump_arguments(case, cache, save)

@@ -26,6 +26,15 @@ Timing = tuple[str, tuple[float, str]]
 """What was timed; seconds, and the name of the job."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--logits-save-format",
+        choices=["mixed", "2", "3"],
+        default="mixed",
+        help="format of every dump; by default each has its own, so that both are tested",
+    )
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Have one process run the tests of a module, and one those of all of :data:`MATRIX`."""
@@ -53,8 +62,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> JobRunner:
 
 
 @pytest.fixture(scope="session")
-def workshop(jobs: JobRunner) -> Workshop:
-    return Workshop(jobs)
+def workshop(jobs: JobRunner, pytestconfig: pytest.Config) -> Workshop:
+    # The option is not known where pytest was started for all tests.
+    asked = pytestconfig.getoption("--logits-save-format", "mixed")
+    return Workshop(jobs, None if asked == "mixed" else int(asked))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.functional_tests.caches import read_cache
+from tests.functional_tests.caches import Payloads, read_cache
 from tests.functional_tests.cases import (
     DUMP_GLOBAL_BATCH,
     DUMP_ITERATIONS,
@@ -172,7 +172,7 @@ class DisturbedDump:
         case: Which dump it is.
         cache: Its directory.
         save: Where its checkpoints go.
-        undisturbed: Cache of the same dump without a failure.
+        undisturbed: Cache of the same dump without a failure; may be in format 2.
         iterations: Length of the dump.
         save_interval: Iterations per window.
         flags: Further flags.
@@ -200,6 +200,7 @@ class DisturbedDump:
         self._iterations = iterations
         self._interval = save_interval
         self._undisturbed = undisturbed
+        self._save_format = workshop.format_of(case.settings.save_format)
         self.cache = cache
         self.save = save
         self.arguments = workshop.dump_arguments(
@@ -253,14 +254,17 @@ class DisturbedDump:
     def check_whole(self, kept: Path | None = None) -> None:
         """Check that all is confirmed and there, bit by bit."""
         assert self.confirmed() == self._iterations
-        assert read_cache(kept or Path(self.cache)) == read_cache(self._undisturbed)
+        assert read_cache(kept or Path(self.cache)) == self._expected()
 
     def check_kept(self, kept: Path | None = None) -> None:
         """Check that what is there is right, and that what was confirmed is there."""
-        found, undisturbed = read_cache(kept or Path(self.cache)), read_cache(self._undisturbed)
+        found, undisturbed = read_cache(kept or Path(self.cache)), self._expected()
         assert found.items() <= undisturbed.items()
         confirmed = self.confirmed() * DUMP_GLOBAL_BATCH
         assert {place for place in undisturbed if _first_sample(place[1]) < confirmed} <= set(found)
+
+    def _expected(self) -> Payloads:
+        return read_cache(self._undisturbed, self._save_format)
 
     def _next_name(self) -> str:
         self._runs += 1

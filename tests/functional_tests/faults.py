@@ -87,15 +87,20 @@ def _shorten_retries(patience: float) -> None:
 
 
 def _fail_to_encode(iteration: int) -> None:
-    from megatron.training.distillation import iteration_buffer
+    from megatron.training.distillation.save_format import PayloadEncoder, SaveFormat
 
-    original = iteration_buffer.encode_logprobs_payload
+    original = SaveFormat.encoder
     calls: list[None] = []
 
-    def faulty(*args: Any) -> bytes:
-        calls.append(None)
-        if len(calls) == iteration + 1:
-            raise ValueError("an index does not fit")
-        return original(*args)
+    def faulty_encoder(self: SaveFormat) -> PayloadEncoder:
+        encode = original(self)
 
-    iteration_buffer.encode_logprobs_payload = faulty
+        def faulty(*args: Any) -> bytes:
+            calls.append(None)
+            if len(calls) == iteration + 1:
+                raise ValueError("an index does not fit")
+            return encode(*args)
+
+        return faulty
+
+    SaveFormat.encoder = faulty_encoder

@@ -5,9 +5,11 @@ A sample is recognised by its labels, not by its position in a batch, so a row t
 wrong sample is found whatever both sides believe about positions.
 """
 
+import copy
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +23,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 ARITHMETIC = 2e-6
 # A probability mass this close to P may be on either side of it in fp32.
 NUCLEUS_DOUBT = 1e-6
+CODED = (-24 * (torch.arange(256) / 255).double() ** 2).half().double()
+"""What the 256 codes of ``--logits-save-8bit`` stand for, by the formula of the format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,10 @@ class DumpSettings:
     dtype: str = "fp16"
     p: float | None = None
     min_k: int = 1
+    save_format: int = 2
+    eight_bit: bool = False
+    """Whether values are stored as codes, of which the nearest is expected."""
+    vocab_size: int = REAL_VOCAB
 
 
 @dataclass(kw_only=True)
@@ -117,8 +125,8 @@ class DumpOracle:
         self._logprobs: dict[bytes, torch.Tensor] = {}
         self._logits: dict[bytes, torch.Tensor] = {}
         for labels, logits in whole_logits(load_records(record_dir)):
-            assert logits.size(-1) > REAL_VOCAB, "the vocabulary was meant to be padded"
-            real = logits[..., :REAL_VOCAB].double()
+            assert logits.size(-1) > settings.vocab_size, "the vocabulary was meant to be padded"
+            real = logits[..., : settings.vocab_size].double()
             for column, sample in enumerate(labels):
                 key = labels_key(sample)
                 assert key not in self._logits, "two samples of the data set are alike"
@@ -129,6 +137,12 @@ class DumpOracle:
     def samples(self) -> set[bytes]:
         """Return the keys of all recorded samples."""
         return set(self._logits)
+
+    def in_format(self, save_format: int) -> "DumpOracle":
+        """Return what tells of the same dump in a format; 3 also accepts the order of 2."""
+        other = copy.copy(self)
+        other.settings = replace(self.settings, save_format=save_format)
+        return other
 
     def mean_kept(self, keys: Sequence[bytes]) -> float:
         """Return the average number of entries that top-P keeps per token of these samples."""
@@ -159,6 +173,8 @@ class DumpOracle:
         assert tail.dtype == torch.float32
         logits, logprobs = self._logits[key], self._logprobs[key]
         assert values.size(0) == logits.size(0)
+        if self.settings.eight_bit:
+            assert torch.isin(values[values != MASKED].double(), CODED).all()
         found.samples.add(key)
         found.rows += 1
         for token in range(logits.size(0)):
@@ -175,7 +191,7 @@ class DumpOracle:
         tail: torch.Tensor,
         found: Comparison,
     ) -> None:
-        order = sorted(range(len(logits)), key=lambda entry: -logits[entry].item())
+        order = logits.argsort(descending=True, stable=True).tolist()
         kept = values != MASKED
         count = int(kept.sum())
         assert kept[:count].all(), f"masked entries in between: {values}"
@@ -185,8 +201,10 @@ class DumpOracle:
 
         ids = indices[:count].tolist()
         assert len(set(ids)) == count, f"an id twice in {ids}"
-        assert all(0 <= number < REAL_VOCAB for number in ids), f"an id of the padding in {ids}"
-        for place, number in enumerate(ids):
+        assert all(0 <= number < len(logits) for number in ids), f"an id of the padding in {ids}"
+        assert values.diff()[: count - 1].le(0).all(), f"{values} do not fall"
+        in_order = ids if self.settings.save_format == 2 else _by_logits(ids, values, logits)
+        for place, number in enumerate(in_order):
             if number != order[place]:
                 # Which of several equal logits comes first is not defined.
                 assert logits[number] == logits[order[place]], (
@@ -195,13 +213,13 @@ class DumpOracle:
                 found.tied += 1
 
         stored, exact = values[:count].double(), logprobs[ids]
-        rounding = torch.finfo(values.dtype)
-        allowed_error = exact.abs() * rounding.eps / 2 + rounding.smallest_normal * rounding.eps
-        error = (stored - exact).abs() - allowed_error
+        error = (stored - exact).abs() - self._rounding(exact)
         found.value_error = max(found.value_error, float(error.max()))
         assert (error <= ARITHMETIC).all(), f"{stored} differs from {exact} by more than rounding"
 
-        outside = logprobs[[number for number in range(len(logits)) if number not in set(ids)]]
+        is_outside = torch.ones_like(logprobs, dtype=torch.bool)
+        is_outside[ids] = False
+        outside = logprobs[is_outside]
         expected_tail = float(torch.logsumexp(outside, 0)) if len(outside) else -math.inf
         if expected_tail == -math.inf:
             assert tail.item() == -math.inf
@@ -212,6 +230,15 @@ class DumpOracle:
         found.tokens += 1
         found.entries += count
 
+    def _rounding(self, exact: torch.Tensor) -> torch.Tensor:
+        """Return by how much each stored value may differ from the exact one."""
+        rounding = torch.finfo(DTYPES[self.settings.dtype])
+        allowed = exact.abs() * rounding.eps / 2 + rounding.smallest_normal * rounding.eps
+        if self.settings.eight_bit:
+            # Rounded to fp16 before the nearest code is looked for.
+            allowed = 2 * allowed + (exact[:, None] - CODED).abs().amin(-1)
+        return allowed
+
     def _kept_count(self, falling: torch.Tensor, doubt: float) -> int:
         """Return how many of one token's falling log-probabilities are kept, at ``p + doubt``."""
         settings = self.settings
@@ -219,6 +246,19 @@ class DumpOracle:
             return settings.k
         before = falling[: settings.k].exp().cumsum(0) - falling[: settings.k].exp()
         return max(int((before < settings.p + doubt).sum()), settings.min_k)
+
+
+def _by_logits(ids: list[int], values: torch.Tensor, logits: torch.Tensor) -> list[int]:
+    """Return *ids* with those of equal stored values in the exact order of their logits.
+
+    Format 3 gives them an order of its own, which says nothing about the teacher.
+    """
+    runs = itertools.groupby(zip(values.tolist(), ids, strict=False), key=lambda entry: entry[0])
+    return [
+        number
+        for _, run in runs
+        for number in sorted((number for _, number in run), key=lambda one: -logits[one].item())
+    ]
 
 
 def check_targets(oracle: DumpOracle, records: Iterable[Record]) -> Comparison:

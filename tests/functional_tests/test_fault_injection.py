@@ -5,6 +5,7 @@ An operation that fails goes on failing, for the test decides in the job's envir
 """
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -122,30 +123,34 @@ def test_iteration_that_cannot_be_encoded(
 
 
 @pytest.mark.parametrize(
-    ("rank", "number", "operation"),
+    ("save_format", "rank", "number", "operation"),
     [
-        (0, 1, "listdir cache"),  # the first is at the start, on all ranks
-        (1, 0, "open dp1__0-16.tar"),
-        (1, 3, "read dp1__0-16.tar"),  # its first header
-        (1, 15, "read dp1__0-16.tar"),  # its first member, behind what tells of the next shard
+        (3, 0, 1, "listdir cache"),  # the first is at the start, on all ranks
+        (2, 1, 0, "open dp1__0-16.tar"),
+        (3, 1, 3, "read dp1__0-16.tar"),  # its first header
+        (2, 1, 15, "read dp1__0-16.tar"),  # its first member, behind what tells of the next shard
+        (3, 1, 15, "read dp1__0-16.tar"),  # the same, of which it is the header
     ],
 )
 def test_read_that_fails_on_one_rank_stops_all(
     workshop: Workshop,
     failing_jobs: FailingJobs,
     tmp_path: Path,
+    save_format: int,
     rank: int,
     number: int,
     operation: str,
 ) -> None:
     """All other numbers are in the unit tests of the reader."""
-    cache, record = workshop.dump("dp2").cache, tmp_path / "record"
+    # The operations name it, and a converted one has another name.
+    cache, record = tmp_path / "cache", tmp_path / "record"
+    shutil.copytree(workshop.cache("dp2", save_format), cache)
     arguments = workshop.student_arguments(Student(dump="dp2", ranks=2), cache)
     faults = Faults(
         path=str(cache), rank=rank, in_worker=False, record=str(record), first_failing=number
     )
     job = failing_jobs.run(
-        f"student-fails-to-{operation.replace(' ', '-')}-{number}",
+        f"student-fails-to-{operation.replace(' ', '-')}-{number}-v{save_format}",
         [*arguments, "--logits-load-decode-threads", "1"],
         ranks=2,
         says="TeacherDataError",

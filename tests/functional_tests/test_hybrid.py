@@ -56,7 +56,7 @@ class HybridStudent:
 # A hybrid model has the heads of multi-token prediction that its pattern names: here none, whatever
 # --mtp-num-layers says.
 DUMP = Dump(
-    settings=DumpSettings(k=24, p=0.5, min_k=2),
+    settings=DumpSettings(k=24, p=0.5, min_k=2, save_format=3),
     ranks=2,
     flags=f"{TEACHER} --mtp-num-layers 1 --tensor-model-parallel-size 2 --sequence-parallel",
 )
@@ -81,7 +81,7 @@ STUDENTS = {
         )
     ),
     "of GPT DP2": HybridStudent(
-        case=Student(dump="tp1", ranks=2, flags=f"{PATTERN} M-M*", alpha=0.25), gpt_dump="tp1"
+        case=Student(dump="dp2", ranks=2, flags=f"{PATTERN} M-M*", alpha=0.25), gpt_dump="dp2"
     ),
 }
 
@@ -90,7 +90,7 @@ class HybridWorkshop(Workshop):
     """Makes the hybrid teacher, its dump and the students, once each."""
 
     def __init__(self, gpt: Workshop) -> None:
-        super().__init__(gpt.jobs)
+        super().__init__(gpt.jobs, gpt.only_format)
         self.gpt = gpt
         self.directory = gpt.directory / "hybrid"
 
@@ -113,7 +113,8 @@ class HybridWorkshop(Workshop):
     def _make_dump(self, name: str) -> DumpRun:
         place = self.directory / "dump"
         cache, save, record = place / "cache", place / "save", place / "record"
-        arguments = self.dump_arguments(DUMP, cache, save)
+        case = DUMP.in_format(self.format_of(DUMP.settings.save_format))
+        arguments = self.dump_arguments(case, cache, save)
         job = self.jobs.run(
             "hybrid-dump",
             arguments,
@@ -127,7 +128,7 @@ class HybridWorkshop(Workshop):
             cache=cache,
             save=save,
             record=record,
-            oracle=DumpOracle(record, DUMP.settings),
+            oracle=DumpOracle(record, case.settings),
             tensorboard=place / "tensorboard",
         )
 
@@ -179,8 +180,9 @@ def test_every_target_of_a_hybrid_student_equals_the_oracle(
     every = found.tokens * settings.k
     assert found.entries == every if settings.p is None else found.entries < every
     nucleus = "" if settings.p is None else f" p={settings.p:g}"
+    stored = f"{settings.dtype} v{settings.save_format}"
     table_row(
-        f"dump {case.dump:6} k={settings.k:<2}{nucleus:6} {settings.dtype}  hybrid student "
+        f"dump {case.dump:6} k={settings.k:<2}{nucleus:6} {stored}  hybrid student "
         f"{name:10} MBS{case.micro_batch} GBS{case.global_batch} x{case.ranks}: {found.rows:3} "
         f"rows, {found.entries:6} entries equal ({found.tied} tied), errors beyond rounding: "
         f"values {max(found.value_error, 0.0):.1e}, tail {found.tail_error:.1e}"

@@ -22,7 +22,7 @@ import torch
 from megatron.training.distillation.shard_reader import TeacherRowReader
 from megatron.training.distillation.targets import IterationTargets, LoadLayout
 from megatron.training.distillation.utils import ShardName
-from tests.functional_tests.caches import read_cache
+from tests.functional_tests.caches import formats_of, read_cache
 from tests.functional_tests.cases import DUMP_GLOBAL_BATCH, DUMPS, Workshop
 from tests.functional_tests.checkpoints import latest_iteration
 from tests.functional_tests.harness import PRETRAIN_GPT
@@ -47,6 +47,7 @@ class Kill:
         delay: Seconds between the last of them and the kill.
         apart: Seconds between the kills of the two ranks.
         first: Rank that is killed first.
+        save_format: Format in which this run writes: that of the run before or the other.
     """
 
     save_interval: int
@@ -54,6 +55,7 @@ class Kill:
     delay: float
     apart: float
     first: int
+    save_format: int
 
 
 def schedule(seed: int, kills: int) -> list[Kill]:
@@ -65,8 +67,9 @@ def schedule(seed: int, kills: int) -> list[Kill]:
             delay=generator.choice([0.0, 0.0, generator.uniform(0.0, 0.05)]),
             apart=generator.choice([0.0, 0.0, generator.uniform(0.0, 0.3)]),
             first=generator.randrange(RANKS),
+            save_format=(2, 2, 3, 3)[number % 4],
         )
-        for _ in range(kills)
+        for number in range(kills)
     ]
 
 
@@ -159,7 +162,10 @@ def overlapping(cache: Path) -> list[tuple[ShardName, ShardName]]:
 
 
 def targets(cache: Path) -> dict[int, torch.Tensor]:
-    """Return, by first sample, what a student reads of every iteration that can be read."""
+    """Return, by first sample, what a student reads of every iteration that can be read.
+
+    Entries of equal value come in the order of their ids, whatever the order in their shard.
+    """
     layout = LoadLayout(
         dp_rank=0, dp_size=1, mbs=DUMP_GLOBAL_BATCH, gbs=DUMP_GLOBAL_BATCH, cp_rank=0, cp_size=1
     )
@@ -168,7 +174,12 @@ def targets(cache: Path) -> dict[int, torch.Tensor]:
         if isinstance(item, IterationTargets):
             (rows,) = item.microbatches
             assert rows.tail_logprob is not None
-            whole = [rows.values.float(), rows.indices.float(), rows.tail_logprob[..., None]]
+            by_id = rows.indices.argsort(dim=-1)
+            order = by_id.gather(
+                -1, rows.values.gather(-1, by_id).argsort(dim=-1, descending=True, stable=True)
+            )
+            entries = [part.gather(-1, order).float() for part in (rows.values, rows.indices)]
+            whole = [*entries, rows.tail_logprob[..., None]]
             found[item.start] = torch.cat(whole, dim=-1)
     return found
 
@@ -182,9 +193,10 @@ def test_dump_survives_ten_kills(workshop: Workshop, tmp_path: Path) -> None:
     expected = targets(whole)
     assert sorted(expected) == list(range(0, ITERATIONS * DUMP_GLOBAL_BATCH, DUMP_GLOBAL_BATCH))
 
-    def arguments_at(interval: int) -> list[str]:
+    def arguments_at(interval: int, save_format: int) -> list[str]:
+        case = CASE.in_format(save_format)
         return workshop.dump_arguments(
-            CASE, cache, save, iterations=ITERATIONS, save_interval=interval
+            case, cache, save, iterations=ITERATIONS, save_interval=interval
         )
 
     plans = schedule(seed=3, kills=10)
@@ -193,7 +205,10 @@ def test_dump_survives_ten_kills(workshop: Workshop, tmp_path: Path) -> None:
     confirmed = [0]
     for number, plan in enumerate(plans):
         run_until_killed(
-            arguments_at(plan.save_interval), cache, tmp_path / f"killed-{number}.log", plan
+            arguments_at(plan.save_interval, plan.save_format),
+            cache,
+            tmp_path / f"killed-{number}.log",
+            plan,
         )
         tracker = save / "latest_checkpointed_iteration.txt"
         confirmed.append(latest_iteration(save) if tracker.exists() else 0)
@@ -207,9 +222,11 @@ def test_dump_survives_ten_kills(workshop: Workshop, tmp_path: Path) -> None:
     assert confirmed == sorted(confirmed)
     assert 0 < confirmed[-1] < ITERATIONS
 
-    run_to_the_end(arguments_at(4), tmp_path / "last.log")
+    run_to_the_end(arguments_at(4, 3), tmp_path / "last.log")
     assert overlapping(cache) == []
-    assert read_cache(cache) == read_cache(whole)
+    last = workshop.format_of(3)
+    assert read_cache(cache, last) == read_cache(whole, last)
+    assert set(formats_of(cache).values()) == {workshop.format_of(2), last}
     final = targets(cache)
     assert sorted(final) == sorted(expected)
     for start, rows in final.items():

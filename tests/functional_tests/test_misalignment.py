@@ -38,7 +38,7 @@ def check_stopped(job: JobResult, start: int, samples: dict[int, int]) -> None:
 
 
 def test_another_seed_stops_where_the_hash_is_ignored(workshop: Workshop) -> None:
-    arguments = workshop.student_arguments(AS_DUMPED, workshop.dump("dp2").cache)
+    arguments = workshop.student_arguments(AS_DUMPED, workshop.cache("dp2", 2))
     arguments += ["--seed", "4321", *IGNORING]
     job = workshop.jobs.run("student-other-seed", arguments, ranks=2, succeeds=False)
     check_stopped(job, 0, {0: 0, 1: 1})
@@ -46,7 +46,7 @@ def test_another_seed_stops_where_the_hash_is_ignored(workshop: Workshop) -> Non
 
 def test_other_tokens_under_the_same_name_stop(workshop: Workshop, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / workshop.corpus.name, seed=1)
-    arguments = workshop.student_arguments(AS_DUMPED, workshop.dump("dp2").cache)
+    arguments = workshop.student_arguments(AS_DUMPED, workshop.cache("dp2", 3))
     arguments += ["--data-path", str(corpus)]
     job = workshop.jobs.run("student-other-corpus", arguments, ranks=2, succeeds=False)
     check_stopped(job, 0, {0: 0, 1: 1})
@@ -71,7 +71,7 @@ def break_seal(source: Path, target: Path) -> None:
 
 def test_shards_swapped_between_ranks_stop(workshop: Workshop, tmp_path: Path) -> None:
     """As in a cache of an earlier version: a sealed shard would not even be opened."""
-    cache, dumped = tmp_path / "cache", workshop.dump("dp2").cache
+    cache, dumped = tmp_path / "cache", workshop.cache("dp2", 3)
     shutil.copytree(dumped, cache)
     first, second = "dp0__16-32.tar", "dp1__16-32.tar"
     break_seal(dumped / first, cache / second)

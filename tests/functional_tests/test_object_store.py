@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.caches import read_cache
+from tests.functional_tests.caches import formats_of, read_cache
 from tests.functional_tests.cases import DUMP_GLOBAL_BATCH, DUMPS, SAMPLES, Student, Workshop
 from tests.functional_tests.oracle import check_targets
 from tests.functional_tests.recorders import load_records
@@ -66,7 +66,8 @@ def s3_dump(workshop: Workshop, s3_server: S3Server) -> str:
     """URL of a dump like "dp2", made in two runs. Runs two jobs.
 
     The first stops half-way. The second goes back to the checkpoint before and flushes at another
-    interval, so shards of the first are in its way; while it trains, the server is away.
+    interval, so shards of the first are in its way; while it trains, the server is away. It goes on
+    in another format, of which each shard is one.
     """
     save = workshop.directory / "s3-dump" / "save"
     url = s3_server.url("dump")
@@ -78,6 +79,7 @@ def s3_dump(workshop: Workshop, s3_server: S3Server) -> str:
         f"dp{rank}__{span}.tar" for rank in range(2) for span in ("0-8", "8-16")
     ]
     again = [*arguments, "--save-interval", "3", "--ckpt-step", "2"]
+    again += ["--logits-save-format", str(workshop.format_of(3))]
     log = workshop.jobs.directory / "s3-dump-resumed.log"
     with outage(s3_server, log, begins=r"before the start of training step"):
         workshop.jobs.run("s3-dump-resumed", again, ranks=2, env=env)
@@ -92,9 +94,16 @@ def test_resumed_dump_on_s3_has_the_payloads_of_the_local_one(
     workshop: Workshop, s3_server: S3Server, s3_dump: str
 ) -> None:
     folder = s3_server.objects / "dump"
-    assert read_cache(folder) == read_cache(workshop.dump("dp2").cache)
+    last = workshop.format_of(3)
+    assert read_cache(folder, last) == read_cache(workshop.dump("dp2").cache, last)
     spans = [tuple(map(int, re.findall(r"\d+", name)[1:])) for name in shards(folder)]
     assert sorted(spans) == sorted([(0, 8), (8, 12), (12, 24), (24, 32)] * 2)
+    formats = {"0-8": workshop.format_of(2), "8-12": last, "12-24": last, "24-32": last}
+    assert formats_of(folder) == {
+        f"dp{rank}__{span}.tar": save_format
+        for rank in range(2)
+        for span, save_format in formats.items()
+    }
 
 
 def test_shards_in_the_way_are_set_aside_on_s3(s3_server: S3Server, s3_dump: str) -> None:
@@ -128,7 +137,7 @@ def test_student_on_s3_outlives_a_restart_and_uses_the_right_targets(
             env={"MSC_CONFIG": str(s3_server.config)},
         )
     assert len(job.iterations()) == SAMPLES // DUMP_GLOBAL_BATCH
-    oracle = workshop.dump("dp2").oracle
+    oracle = workshop.dump("dp2").oracle.in_format(workshop.format_of(3))
     found = check_targets(oracle, load_records(record))
     assert found.samples == oracle.samples
     assert found.rows == 2 * SAMPLES

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.functional_tests.caches import convert
+from tests.functional_tests.cases import Workshop
 from tests.functional_tests.harness import (
     MODEL,
     OPTIMIZER,
@@ -44,13 +46,17 @@ SAMPLES = 32
 LINES = 40
 """``--split 80,20,0`` leaves SAMPLES of them for training."""
 GLOBAL_BATCH = 4
-SETTINGS = DumpSettings(k=20, p=0.95)
+SETTINGS = DumpSettings(k=20, p=0.95, save_format=3)
 ALPHA = 0.5
 STUDENTS = {
     "TP2 MBS4": (4, "--tensor-model-parallel-size 2 --eval-interval 4"),
     "DP2 MBS1": (1, ""),
 }
 LOSSES = ("lm loss", "logits distillation loss", "total loss")
+
+
+STUDENT_FORMATS = {"TP2 MBS4": 3, "DP2 MBS1": 2}
+"""The format of the dump, and that to which it is converted for the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +95,7 @@ def common_arguments(place: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def sft(jobs: JobRunner, place: Path) -> SftRuns:
+def sft(jobs: JobRunner, workshop: Workshop, place: Path) -> SftRuns:
     common = common_arguments(place)
     teacher, save, cache = place / "teacher", place / "save", place / "cache"
     arguments = [*common, *batch(8, 8, 20), "--save", str(teacher)]
@@ -101,13 +107,18 @@ def sft(jobs: JobRunner, place: Path) -> SftRuns:
     arguments += shlex.split("--save-interval 4 --async-save --use-persistent-ckpt-worker")
     arguments += ["--freeze-all-layers", "--logits-save-dir", str(cache)]
     arguments += ["--logits-save-top-k", str(SETTINGS.k), "--logits-save-top-p", str(SETTINGS.p)]
+    save_format = workshop.format_of(SETTINGS.save_format)
+    arguments += ["--logits-save-format", str(save_format)]
     jobs.run("sft-dump", arguments, script=SCRIPT, record=place / "dump")
 
     results, records = {}, {}
     for name, (micro_batch, flags) in STUDENTS.items():
         directory = place / name.replace(" ", "-")
         arguments = [*common, *batch(micro_batch, GLOBAL_BATCH, iterations), *flags.split()]
-        arguments += ["--logits-load-dir", str(cache), "--logits-load-kd-loss-alpha", str(ALPHA)]
+        wanted, source = workshop.format_of(STUDENT_FORMATS[name]), cache
+        if wanted != save_format:
+            source = convert(cache, place / f"cache-v{wanted}", wanted)
+        arguments += ["--logits-load-dir", str(source), "--logits-load-kd-loss-alpha", str(ALPHA)]
         arguments += ["--calculate-per-token-loss"]
         results[name] = jobs.run(
             f"sft-student-{directory.name}", arguments, ranks=2, script=SCRIPT, record=directory

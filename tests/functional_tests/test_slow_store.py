@@ -18,14 +18,14 @@ WRITE_SECONDS = 2.0
 
 def test_windows_that_wait_are_bounded(workshop: Workshop, tmp_path: Path) -> None:
     """A window per iteration on two ranks, of which one has a slow store."""
-    expected = read_cache(workshop.dump("dp2").cache)
+    case = DUMPS["dp2"].in_format(3)
+    expected = read_cache(workshop.dump("dp2").cache, workshop.format_of(3))
     sizes = [len(payload) for payload in expected.values()]
     # Room for two windows of a rank; without a bound, most of its eight would wait at the end.
     bound = max(sizes) * 5 // 2
     assert bound < 3 * min(sizes)
 
     cache, save, tensorboard = (tmp_path / name for name in ("cache", "save", "tensorboard"))
-    case = DUMPS["dp2"]
     arguments = workshop.dump_arguments(case, cache, save, save_interval=1)
     arguments += ["--logits-save-max-waiting-bytes", str(bound)]
     job = workshop.jobs.run(

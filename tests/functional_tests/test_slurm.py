@@ -62,6 +62,7 @@ def test_dump_over_two_jobs_and_a_student(workshop: Workshop, tmp_path: Path) ->
         # Never reached: only the warning and the end write.
         "SAVE_INTERVAL": str(10 * ITERATIONS),
         "TOP_K": "8",
+        "EXTRA_ARGS": f"{ON_THE_CPU} --logits-save-format {workshop.format_of(3)}",
     }
 
     process = slurm.start("dump_teacher.sbatch", teacher, output)

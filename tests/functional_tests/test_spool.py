@@ -56,7 +56,7 @@ def test_killed_dump_leaves_nothing_and_ends_as_one_in_memory(
 
     def arguments(iterations: int, save_interval: int) -> list[str]:
         flags = workshop.dump_arguments(
-            CASE, cache, save, iterations=iterations, save_interval=save_interval
+            CASE.in_format(3), cache, save, iterations=iterations, save_interval=save_interval
         )
         return [*flags, "--logits-save-spool-dir", str(spools)]
 
@@ -85,7 +85,7 @@ def test_killed_dump_leaves_nothing_and_ends_as_one_in_memory(
         ranks=CASE.ranks,
         fresh=True,
     )
-    assert read_cache(cache) == read_cache(in_memory.cache)
+    assert read_cache(cache) == read_cache(in_memory.cache, workshop.format_of(3))
     assert os.listdir(spools) == []
     sizes = curves(in_memory.tensorboard)["logits-flush-bytes"]
     for directory, least in ((in_memory.tensorboard, 0.5), (tensorboard, 0.0)):

@@ -25,7 +25,7 @@ TRAINING_BEGINS = "before the start of training step"
 STUDENT = Student(
     dump="dp2", ranks=2, global_batch=1, flags="--tensor-model-parallel-size 2", alpha=0.5
 )
-MakeDump = Callable[[str], DisturbedDump]
+MakeDump = Callable[[str, int], DisturbedDump]
 
 
 def impatient(server: S3Server) -> dict[str, Any]:
@@ -35,14 +35,14 @@ def impatient(server: S3Server) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def make_dump(workshop: Workshop, failing_jobs: FailingJobs, s3_server: S3Server) -> MakeDump:
-    """Make a dump like "dp2" on the server, by its name, in four windows."""
+    """Make a dump like "dp2" on the server, by its name and format, in four windows."""
 
-    def make(name: str) -> DisturbedDump:
+    def make(name: str, save_format: int) -> DisturbedDump:
         return DisturbedDump(
             workshop,
             failing_jobs,
             name,
-            case=DUMPS["dp2"],
+            case=DUMPS["dp2"].in_format(save_format),
             cache=s3_server.url(name),
             save=workshop.directory / name,
             undisturbed=workshop.dump("dp2").cache,
@@ -64,7 +64,7 @@ class LostAndResumed:
 @pytest.fixture(scope="module")
 def stopped(make_dump: MakeDump, s3_server: S3Server) -> LostAndResumed:
     """Stop the server while a dump trains; resume it on the server that is back. Runs two jobs."""
-    dump = make_dump("store-stops")
+    dump = make_dump("store-stops", 3)
     folder = s3_server.objects / "store-stops"
 
     def stop(job: RunningJob) -> None:
@@ -94,7 +94,7 @@ def test_dump_whose_store_stops(stopped: LostAndResumed) -> None:
 
 
 def test_dump_whose_store_answers_with_errors(make_dump: MakeDump, s3_server: S3Server) -> None:
-    dump = make_dump("store-refuses")
+    dump = make_dump("store-refuses", 2)
     folder = s3_server.objects / "store-refuses"
     with contextlib.ExitStack() as refusal:
 

@@ -26,10 +26,12 @@ def test_every_target_equals_the_oracle(
     tensor_parallel = len({record["tp_rank"] for record in student.records})
     assert found.rows == SAMPLES * tensor_parallel
     assert len(found.samples) == SAMPLES
-    settings = DUMPS[case.dump].settings
+    settings = dump.oracle.settings
+    dtype = "8 bit" if settings.eight_bit else settings.dtype
+    stored = f"{dtype:5} v{settings.save_format}"
     nucleus = "" if settings.p is None else f" p={settings.p:g}"
     table_row(
-        f"dump {case.dump:4} k={settings.k:<3}{nucleus:7} {settings.dtype}  student {name:20} "
+        f"dump {case.dump:4} k={settings.k:<3}{nucleus:7} {stored}  student {name:20} "
         f"MBS{case.micro_batch} GBS{case.global_batch} x{case.ranks}: {found.rows:3} rows, "
         f"{found.entries:6} entries equal ({found.tied} tied), errors beyond rounding: values "
         f"{max(found.value_error, 0.0):.1e}, tail {found.tail_error:.1e}"

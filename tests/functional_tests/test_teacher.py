@@ -8,8 +8,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.training.distillation.payload import decode_teacher_rows
-from tests.functional_tests.caches import read_cache
+from tests.functional_tests.caches import decode, formats_of, read_cache
 from tests.functional_tests.cases import (
     ASYNC_SAVE,
     DUMP_GLOBAL_BATCH,
@@ -17,11 +16,12 @@ from tests.functional_tests.cases import (
     DUMPS,
     FLUSH_INTERVAL,
     SAMPLES,
+    Student,
     Workshop,
 )
 from tests.functional_tests.checkpoints import latest_iteration, load_weights
 from tests.functional_tests.harness import NO_EVALUATION, JobResult, batch, curves
-from tests.functional_tests.oracle import labels_key
+from tests.functional_tests.oracle import check_targets, labels_key
 from tests.functional_tests.recorders import load_records
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
@@ -69,24 +69,57 @@ def test_shards_are_one_per_rank_and_flush(workshop: Workshop, name: str) -> Non
     ]
 
 
+STOPPED = 3
+"""Iterations of a dump that is stopped: not where a batch of eight samples ends."""
+
+
 def interrupted_dump(workshop: Workshop) -> tuple[Path, Path, JobResult, JobResult]:
-    """Dump like "tp1", stopped after half of the iterations and started again. Runs two jobs."""
+    """Dump like "tp1", stopped in format 2 and started again in 3. Runs two jobs."""
     place = workshop.directory / "interrupted"
-    arguments = workshop.dump_arguments(DUMPS["tp1"], place / "cache", place / "save")
-    half = ["--exit-interval", str(DUMP_ITERATIONS // 2)]
-    first = workshop.jobs.run("dump-first-half", [*arguments, *half], fresh=True)
-    second = workshop.jobs.run("dump-second-half", arguments, record=place / "record")
+
+    def arguments(save_format: int) -> list[str]:
+        case = DUMPS["tp1"].in_format(save_format)
+        return workshop.dump_arguments(case, place / "cache", place / "save")
+
+    stopped = ["--exit-interval", str(STOPPED)]
+    first = workshop.jobs.run("dump-begun", [*arguments(2), *stopped], fresh=True)
+    second = workshop.jobs.run("dump-continued", arguments(3), record=place / "record")
     return place / "cache", place / "record", first, second
 
 
 def test_second_dump_resumes_at_its_sample_and_writes_the_same(workshop: Workshop) -> None:
+    """A student whose second batch comes from both sides of the seam uses the right targets."""
     cache, record, first, second = interrupted_dump(workshop)
-    half = DUMP_ITERATIONS // 2
-    assert sorted(first.iterations()) == list(range(1, half + 1))
-    assert sorted(second.iterations()) == list(range(half + 1, DUMP_ITERATIONS + 1))
+    assert sorted(first.iterations()) == list(range(1, STOPPED + 1))
+    assert sorted(second.iterations()) == list(range(STOPPED + 1, DUMP_ITERATIONS + 1))
+    seam = STOPPED * DUMP_GLOBAL_BATCH
     starts = {entry["start"] for entry in load_records(record)}
-    assert starts == set(range(SAMPLES // 2, SAMPLES, DUMP_GLOBAL_BATCH))
-    assert read_cache(cache) == read_cache(workshop.dump("tp1").cache)
+    assert starts == set(range(seam, SAMPLES, DUMP_GLOBAL_BATCH))
+    before, behind = workshop.format_of(2), workshop.format_of(3)
+    assert read_cache(cache, behind) == read_cache(workshop.dump("tp1").cache)
+    assert formats_of(cache) == {
+        f"dp0__0-{seam}.tar": before,
+        f"dp0__{seam}-{seam + DUMP_GLOBAL_BATCH}.tar": behind,
+        f"dp0__{seam + DUMP_GLOBAL_BATCH}-{SAMPLES}.tar": behind,
+    }
+    warning = f"goes on in {cache}, whose shard {cache}/dp0__0-{seam}.tar differs: "
+    assert (f"{warning}version of the cache format is 2 there, 3 here." in second.log) == (
+        before != behind
+    )
+
+    case = Student(dump="tp1", ranks=2, micro_batch=2, global_batch=8)
+    assert seam % case.global_batch
+    job = workshop.jobs.run(
+        "student-over-a-seam",
+        workshop.student_arguments(case, cache),
+        ranks=case.ranks,
+        record=cache.parent / "student-record",
+    )
+    assert "without proof" not in job.log
+    oracle = workshop.dump("tp1").oracle
+    found = check_targets(oracle, load_records(cache.parent / "student-record"))
+    assert found.samples == oracle.samples
+    assert found.rows == SAMPLES
 
 
 def test_average_number_of_kept_entries_is_logged(workshop: Workshop) -> None:
@@ -128,7 +161,7 @@ def test_flushes_are_logged_for_all_ranks(workshop: Workshop, name: str) -> None
     for (_, member), payload in members.items():
         flush = (int(member.split("-")[0]) // window + 1) * FLUSH_INTERVAL
         sizes[flush] += len(payload)
-        tail = decode_teacher_rows(payload).tail_logprob
+        tail = decode(payload, dump.oracle.settings.save_format).tail_logprob
         assert tail is not None
         masses[flush].append(1 - tail.double().exp())
     assert found["logits-flush-bytes"] == sizes

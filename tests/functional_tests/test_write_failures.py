@@ -20,6 +20,7 @@ from tests.functional_tests.faults import Faults
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
 CASE = DUMPS["dp2"]
+LONG_CASE = CASE.in_format(3)
 LONG_ITERATIONS = 80
 LONG_INTERVAL = 8
 MakeDump = Callable[..., DisturbedDump]
@@ -30,7 +31,7 @@ def long_cache(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
     """A dump long enough to be disturbed while it runs."""
     place = tmp_path_factory.mktemp("long")
     arguments = workshop.dump_arguments(
-        CASE,
+        LONG_CASE,
         place / "cache",
         place / "save",
         iterations=LONG_ITERATIONS,
@@ -51,7 +52,7 @@ def long_dump(
             workshop,
             failing_jobs,
             name,
-            case=CASE,
+            case=LONG_CASE,
             cache=cache,
             save=tmp_path / "save",
             undisturbed=long_cache,
