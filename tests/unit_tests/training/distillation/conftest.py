@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures for caches in both formats, and on a real S3 server."""
 
+import shutil
+
 import pytest
 
 from megatron.training.distillation import object_store, storage_retry
@@ -16,9 +18,11 @@ def cache_format(request):
 
 @pytest.fixture
 def server(s3_server, monkeypatch):
-    """The server, with the client's configuration in place; it runs again afterwards."""
+    """The server, with the client's configuration in place; afterwards it runs and is empty."""
     monkeypatch.setenv("MSC_CONFIG", str(s3_server.config))
     yield s3_server
+    for folder in s3_server.objects.iterdir():
+        shutil.rmtree(folder)
     if not s3_server.is_running:
         s3_server.start()
 
