@@ -155,7 +155,7 @@ class FrameHeader:
         lengths = np.array([len(blob) for blob in blobs], _LENGTH)
         parts = [fixed, lengths.tobytes(), self.coder, *blobs, index.tobytes(), bytes(proofs)]
         content = b"".join(parts)
-        return content + _CHECKSUM.pack(zlib.crc32(content))
+        return content + _CHECKSUM.pack(header_checksum(content + bytes(_CHECKSUM.size)))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "FrameHeader":
@@ -192,11 +192,12 @@ def header_size(data: bytes) -> int:
 
 
 def header_checksum(header: bytes) -> int:
-    """Return the CRC-32 of a header without the checksum at its end.
+    """Return the checksum that belongs at the end of a header: of what comes before, and the magic.
 
-    With it the CRC-32 would be the same number for every header.
+    Behind its own CRC-32 anything has the same CRC-32, so that what a shard records of a header, or
+    of a member, would not depend on the header. The magic once more undoes that.
     """
-    return zlib.crc32(header[: -_CHECKSUM.size])
+    return zlib.crc32(MAGIC, zlib.crc32(header[: -_CHECKSUM.size]))
 
 
 HEADER_PREFIX_BYTES = _FIXED.size

@@ -34,7 +34,7 @@ def read_payload(data: bytes) -> dict[str, Any]:
     """Return the header, fingerprints, and of each (row, position) its entries and its tail."""
     _, size, s, n, p, g, r, k, bits, kind, flags, c, _ = struct.unpack_from("<8s6IHBBBBH", data)
     assert data[:8] == b"\x89LOGKD3\n"
-    assert zlib.crc32(data[: size - 4]) == struct.unpack_from("<I", data, size - 4)[0]
+    assert zlib.crc32(data[: size - 4] + data[:8]) == struct.unpack_from("<I", data, size - 4)[0]
     groups = [(0, 1)]
     while groups[-1][1] < k:
         groups.append((groups[-1][1], min(2 * groups[-1][1], k)))

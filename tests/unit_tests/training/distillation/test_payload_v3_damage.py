@@ -55,7 +55,7 @@ def test_header_by_hand() -> None:
         + struct.pack("<8I", 5, 0xA1, 6, 0xB2, 7, 0xC3, 8, 0xD4)
         + struct.pack("<2q", 1, -2)
     )
-    content += struct.pack("<I", zlib.crc32(content))
+    content += struct.pack("<I", zlib.crc32(content + MAGIC))
     header = header_of()
     assert header.to_bytes() == content
     assert header.nbytes == len(content) == 125
@@ -195,6 +195,14 @@ def test_what_is_reserved_is_refused(flags: int, zero: int) -> None:
         FrameHeader.from_bytes(_sealed(content))
 
 
+def test_headers_of_one_size_have_checksums_of_their_own() -> None:
+    """Also those that cover the header's own checksum, as that of a member in a shard does."""
+    headers = [header_of(ranked_ids=number).to_bytes() for number in range(5, 9)]
+    assert len(set(map(len, headers))) == 1
+    assert len({header[-4:] for header in headers}) == 4
+    assert len({zlib.crc32(header + b"frames") for header in headers}) == 4
+
+
 @pytest.mark.parametrize("data", [b"", MAGIC, b"\x28\xb5\x2f\xfd" + bytes(60), b"PK" + bytes(60)])
 def test_no_payload_of_this_format(data: bytes) -> None:
     with pytest.raises(CacheFormatError, match="it is no payload of format v3"):
@@ -222,7 +230,7 @@ def _resealed(header: FrameHeader, **changes: int) -> bytes:
 
 
 def _sealed(content: bytearray) -> bytes:
-    return bytes(content[:-4]) + struct.pack("<I", zlib.crc32(content[:-4]))
+    return bytes(content[:-4]) + struct.pack("<I", zlib.crc32(content[:-4] + MAGIC))
 
 
 # ---- memory --------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from megatron.training.distillation.errors import CacheFormatError
+from megatron.training.distillation.frame_layout import MAGIC
 from megatron.training.distillation.packed_rows import PackedRows
 from megatron.training.distillation.payload_v3 import decode_framed_rows, read_header
 from tests.unit_tests.training.distillation.payload_v3_cases import (
@@ -89,7 +90,7 @@ def change_numbers(rng: random.Random, data: bytearray) -> None:
             (number,) = struct.unpack_from("<I", data, place)
             change = rng.choice((*EDGES, number + 1, number - 1, number * 2))
             struct.pack_into("<I", data, place, change % (1 << 32))
-    struct.pack_into("<I", data, size - 4, zlib.crc32(data[: size - 4]))
+    struct.pack_into("<I", data, size - 4, zlib.crc32(data[: size - 4] + MAGIC))
 
 
 def change_tables(rng: random.Random, data: bytearray) -> None:
