@@ -54,12 +54,12 @@ class FramedMembers:
         if int(offsets[-1]) != member.size:
             raise CacheFormatError(f"its frames end at byte {offsets[-1]} of {member.size}")
         wanted = range(expected) if rows is None else rows
-        begin = int(offsets[wanted[0] * header.frames_per_row])
-        end = int(offsets[(wanted[-1] + 1) * header.frames_per_row])
-        content = self._read(member, begin, end)
-        return decode_framed_rows(
-            header, content, wanted, begin=begin, max_bytes=max_bytes, lookup=lookup
-        )
+        content = {}
+        for first, last in _runs(wanted):
+            begin = int(offsets[first * header.frames_per_row])
+            end = int(offsets[(last + 1) * header.frames_per_row])
+            content[begin] = self._read(member, begin, end)
+        return decode_framed_rows(header, content, wanted, max_bytes=max_bytes, lookup=lookup)
 
     def _open(self, member: TarMember) -> _Opened:
         """Return what a member begins with, read once for as long as it is in use."""
@@ -84,3 +84,14 @@ class FramedMembers:
                 f"{entry.header_crc32}: it was changed or exchanged since"
             )
         return data
+
+
+def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Return first and last of each run of neighbours among ascending *rows*."""
+    runs: list[tuple[int, int]] = []
+    for row in rows:
+        if runs and row == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], row
+        else:
+            runs.append((row, row))
+    return runs

@@ -4,9 +4,10 @@
 The format is specified in the package's README.
 """
 
+import bisect
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -137,11 +138,10 @@ def decode_framed_payload(data: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Pa
 
 def decode_framed_rows(
     header: FrameHeader,
-    content: bytes,
+    content: bytes | Mapping[int, bytes],
     rows: Sequence[int],
     positions: slice | None = None,
     *,
-    begin: int = 0,
     max_bytes: int = MAX_PAYLOAD_BYTES,
     lookup: IdLookup | None = None,
 ) -> PackedRows:
@@ -149,10 +149,10 @@ def decode_framed_rows(
 
     Args:
         header: The payload's.
-        content: Bytes of the payload that hold the frames of these rows and positions.
+        content: The payload, or parts of it by the bytes at which they begin: each frame of these
+            rows and positions lies in one of them.
         rows: The rows, in the order in which they are returned; any number of times.
         positions: Which positions of them, with a step of 1; None for all.
-        begin: The place of *content* in the payload.
         max_bytes: What the rows may take. Decoding needs room besides for a few frames, whose
             entries the format limits.
         lookup: The payload's :func:`id_lookup`, where it is at hand.
@@ -177,17 +177,23 @@ def decode_framed_rows(
         for column, row in enumerate(rows)
         for chunk in chunks
     ]
-    offsets = header.offsets() - begin
+    parts = {0: content} if isinstance(content, bytes) else content
+    starts, offsets = sorted(parts), header.offsets().tolist()
+
+    def stored(number: int) -> bytes:
+        start = starts[bisect.bisect_right(starts, offsets[number]) - 1]
+        return parts[start][offsets[number] - start : offsets[number + 1] - start]
+
     decoder = FrameDecoder(header, lookup or id_lookup(header))
     at_once = max(1, _DECODED_ENTRIES // (length * header.k))
     for part in itertools.batched(wanted, at_once):
         numbers = [number for number, _, _ in part]
-        stored = [content[offsets[number] : offsets[number + 1]] for number in numbers]
-        for number, data in zip(numbers, stored, strict=True):
+        frames = list(map(stored, numbers))
+        for number, data in zip(numbers, frames, strict=True):
             if (found := zlib.crc32(data)) != header.frame_checksums[number]:
                 raise CacheFormatError(
                     f"the checksum of its frame {number} is {found}, it was written with "
                     f"{header.frame_checksums[number]}"
                 )
-        out.put(decoder.decode(numbers, stored), [(column, place) for _, column, place in part])
+        out.put(decoder.decode(numbers, frames), [(column, place) for _, column, place in part])
     return out.packed(rows)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import CacheFormatError, TeacherDataMissingError
 from megatron.training.distillation.open_shard import OpenShard
+from megatron.training.distillation.payload_v3 import read_header
 from megatron.training.distillation.shard_reader import (
     IterationFailure,
     LoadLayout,
@@ -100,6 +102,23 @@ def test_up_to_the_first_sample_a_small_part_is_read(large, bytes_read, index, m
     headers = 2 if index else MEMBERS + 2
     assert bytes_read == {path.name: meta + content + 512 * headers}
     assert bytes_read[path.name] < 0.03 * path.stat().st_size
+
+
+@pytest.mark.parametrize("cache_format", [3], indirect=True)
+def test_of_a_member_in_format_3_only_the_rows_are_read(tmp_path, cache_format, bytes_read):
+    path = write_large_shard(tmp_path, 0, 8, gbs=8)
+    layout = LoadLayout(dp_rank=1, dp_size=4, mbs=1, gbs=8)
+    read = TeacherRowReader(str(tmp_path), layout, expected_identifiers=None, decode_threads=1)
+    microbatches = next(read.iterations(0)).microbatches
+    values, ids = large_rows(0, 8)
+    for row, found in zip((1, 5), microbatches, strict=True):
+        assert torch.equal(found.values[:, 0], values[:, row])
+        assert torch.equal(found.indices[:, 0].long(), ids[:, row])
+    meta, member = layout_of(path)
+    header = read_header(path.read_bytes()[member.offset_data :])
+    frames = header.frame_bytes.reshape(8, -1)[[1, 5]].sum()
+    assert bytes_read == {path.name: 2 * 512 + meta.size + header.nbytes + frames}
+    assert frames < 0.3 * member.size
 
 
 def test_the_shard_that_is_compared_costs_its_metadata(large, bytes_read):

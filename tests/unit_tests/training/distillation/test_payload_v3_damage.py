@@ -117,7 +117,9 @@ def test_only_frames_that_are_asked_for_are_read(rows, positions, frames) -> Non
     expected = MEMBER.select(rows, positions or slice(None))
     check_rows(found, expected)
     begin, end = int(offsets[frames[0]]), int(offsets[frames[-1] + 1])
-    check_rows(decode_framed_rows(HEADER, DATA[begin:end], rows, positions, begin=begin), expected)
+    parts = {int(offsets[f]): DATA[offsets[f] : offsets[f + 1]] for f in reversed(frames)}
+    for content in ({begin: DATA[begin:end]}, parts):
+        check_rows(decode_framed_rows(HEADER, content, rows, positions), expected)
     for place in np.flatnonzero(wanted):
         damaged = bytearray(DATA)
         damaged[place] ^= 1 << (place % 8)
@@ -141,9 +143,9 @@ def test_truncated_anywhere() -> None:
 
 def test_a_part_from_elsewhere() -> None:
     with pytest.raises(CacheFormatError, match="the checksum of its frame 0"):
-        decode_framed_rows(HEADER, DATA, [0], begin=1)
+        decode_framed_rows(HEADER, {1: DATA}, [0])
     with pytest.raises(CacheFormatError, match="the checksum of its frame 0"):
-        decode_framed_rows(HEADER, DATA[HEADER_BYTES:], [0], begin=HEADER_BYTES + 7)
+        decode_framed_rows(HEADER, {HEADER_BYTES + 7: DATA[HEADER_BYTES:]}, [0])
 
 
 # ---- what a header may say -----------------------------------------------------------------
