@@ -112,7 +112,6 @@ def test_iteration_that_cannot_be_encoded(
     ):
         assert part in job.of_rank(1)
     assert "LogitsWriteError" not in job.of_rank(0)
-    assert job.first_failed_rank == 1
     assert len(job.iterations()) >= FLUSH_INTERVAL
     assert dump.confirmed() <= FLUSH_INTERVAL
     dump.check_kept()
@@ -158,11 +157,12 @@ def test_read_that_fails_on_one_rank_stops_all(
     )
     assert recorded_operations(record)[number] == operation
     assert not job.iterations()
-    for each in range(2):
-        said = job.of_rank(each)
-        assert "TeacherDataError: " in said
-        assert "Permission denied" in said
-        assert str(cache) in said
-    if rank == 1:
+    # torchrun ends the others when one has failed, perhaps before they have said so.
+    telling = [each for each in range(2) if "TeacherDataError: " in job.of_rank(each)]
+    assert job.first_failed_rank in telling
+    for each in telling:
+        assert "Permission denied" in job.of_rank(each)
+        assert str(cache) in job.of_rank(each)
+    if rank == 1 and 0 in telling:
         assert "Another rank of this pipeline stage" in job.of_rank(0)
         assert "starts at sample 0" in job.of_rank(0)
