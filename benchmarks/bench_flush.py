@@ -11,7 +11,8 @@ Both are driven as the trainer does: microbatches pass a model's output layer an
 payload before compression, ``K * (2 + 2 + 1/8)`` bytes per token. CPU times are per token, of the
 training thread, or of all threads of the process where the row says so. The hook's own time, that
 of microbatches that end no iteration, is taken off; the vocabulary is small so that it is, too.
-Memory is resident memory and files in memory.
+Memory is resident memory and files in memory. Times and memory are of processes of their own: where
+times are taken, freed memory is kept, as a GPU's allocator does; where memory is, it goes back.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ ROWS = {
     "peak": "memory during the flush / raw of the window",
     "stored": "shard bytes / raw",
 }
+TIMES = ("end", "flush", "together", "write")
 
 
 # ---- one measurement, in a process of its own -------------------------------------------------
@@ -202,12 +205,21 @@ def settle() -> None:
 
 
 def run_variant(variant: str, options: argparse.Namespace) -> dict[str, float]:
-    """Measure *variant* in a new process."""
+    """Measure *variant*: its memory in one process, its times in another."""
+    memory = _run(variant, options, {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)})
+    times = _run(
+        variant, options, {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    )
+    return memory | {row: times[row] for row in TIMES}
+
+
+def _run(
+    variant: str, options: argparse.Namespace, allocator: Mapping[str, str]
+) -> dict[str, float]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if variant != "megatron-core":
         environment["PYTHONPATH"] = str(ROOT)
-    # Freed memory goes back, so that what is held can be seen.
-    environment |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
+    environment |= {"OMP_NUM_THREADS": "1", **allocator}
     command = [sys.executable, __file__, "--variant", variant, "--scratch", options.scratch]
     for name in ("seq_length", "vocab_size", "top_k", "microbatches", "iterations"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]

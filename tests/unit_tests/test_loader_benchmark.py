@@ -182,7 +182,7 @@ def test_descendants_count_while_they_live_and_afterwards(tmp_path, ended):
 def test_memory_of_several_processes_is_added_up_and_the_largest_is_known():
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(3)
-    processes = [context.Process(target=_hold, args=(size, barrier)) for size in (20, 40)]
+    processes = [context.Process(target=_hold, args=(size, barrier)) for size in (100, 200)]
     for process in processes:
         process.start()
     try:
@@ -194,8 +194,9 @@ def test_memory_of_several_processes_is_added_up_and_the_largest_is_known():
         for process in processes:
             process.kill()
             process.join()
-    assert 60e6 <= memory.together < 90e6
-    assert 40e6 <= memory.largest < 55e6
+    # What forked processes share with the others comes and goes while they run.
+    assert 270e6 <= memory.together < 340e6
+    assert 180e6 <= memory.largest < 230e6
 
 
 def _hold(megabytes: int, barrier: "multiprocessing.synchronize.Barrier") -> None:
