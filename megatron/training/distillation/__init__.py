@@ -29,8 +29,9 @@ Map of the package, from the ground up:
 * ``shard_writer``: what goes to storage; ``publication`` plans its file operations and
   ``continuation`` keeps two dumps out of one directory.
 * ``shard_reader``: what comes back, as the values in ``targets``; ``shard_directory`` finds a
-  sample's shard, ``open_shard`` verifies and decodes it, ``shard_company`` finds those of another
-  dump, ``row_assembly`` puts rows together, ``legacy`` translates format v1.
+  sample's shard, ``open_shard`` verifies and decodes it, in format v3 row by row with
+  ``framed_member``, ``shard_company`` finds those of another dump, ``row_assembly`` puts rows
+  together, ``legacy`` translates format v1.
 * ``write_watch``: ends the job when the checkpoint worker cannot write a window; ``backlog``
   bounds the windows that wait for it.
 * ``fingerprint``: what both sides compute of the labels; ``content_proof`` compares it.

@@ -17,7 +17,8 @@ from megatron.training.distillation.tar_layout import IndexEntry, TarMember
 type ReadRange = Callable[[TarMember, int, int], bytes]
 """Returns bytes ``[begin, end)`` of a member's content."""
 
-_HELD_MEMBERS = 8
+# Readers go on from member to member; the look-up of a large vocabulary takes a megabyte.
+_HELD_MEMBERS = 3
 
 
 class _Opened(NamedTuple):
