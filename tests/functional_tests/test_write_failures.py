@@ -92,7 +92,6 @@ def test_failure_in_the_last_flush_ends_all_ranks(
     assert len(job.iterations()) == DUMP_ITERATIONS
     assert "LogitsWriteError" in job.of_rank(1)
     assert "LogitsWriteError" not in job.of_rank(0)
-    assert job.first_failed_rank == 1
     assert dump.confirmed() == 0
 
     shard.rmdir()
