@@ -25,6 +25,7 @@ from megatron.training.distillation.shard_reader import (
 from megatron.training.distillation.utils import ShardName
 from tests.unit_tests.training.distillation.cache_files import (
     IDENTIFIERS,
+    in_format,
     large_rows,
     sample_of,
     write_large_shard,
@@ -70,14 +71,23 @@ def bytes_read(monkeypatch) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
+def large_caches(tmp_path_factory) -> dict[int, Path]:
+    """See :func:`large`, by format."""
+    roots = {}
+    for version in (2, 3):
+        roots[version] = root = tmp_path_factory.mktemp("large")
+        with in_format(version):
+            for start in (0, MEMBERS * GBS):
+                write_large_shard(root, start, start + MEMBERS * GBS, gbs=GBS)
+        path = root / f"dp0__{MEMBERS * GBS}-{2 * MEMBERS * GBS}.tar"
+        path.write_bytes(without_index(path.read_bytes()))
+    return roots
+
+
+@pytest.fixture
+def large(large_caches, cache_format) -> Path:
     """A cache of two shards; the first has an index, the second only before it was written."""
-    root = tmp_path_factory.mktemp("large")
-    for start in (0, MEMBERS * GBS):
-        write_large_shard(root, start, start + MEMBERS * GBS, gbs=GBS)
-    path = root / f"dp0__{MEMBERS * GBS}-{2 * MEMBERS * GBS}.tar"
-    path.write_bytes(without_index(path.read_bytes()))
-    return root
+    return large_caches[cache_format]
 
 
 def layout_of(path: Path) -> list[tarfile.TarInfo]:
@@ -344,7 +354,7 @@ def test_the_index_of_a_dump_tells_what_lies_where(large):
     meta, *members = layout_of(path)
     with tarfile.open(path) as tar:
         content = json.loads(tar.extractfile(meta).read())["content"]
-    assert [f"{start}-{end}.pt.zst" for start, end, _ in content["index"]] == [
+    assert [f"{start}-{end}.pt.zst" for start, end, *_ in content["index"]] == [
         member.name for member in members
     ]
-    assert [size for *_, size in content["index"]] == [member.size for member in members]
+    assert [size for _, _, size, *_ in content["index"]] == [member.size for member in members]

@@ -35,8 +35,6 @@ from tests.unit_tests.training.distillation.cache_files import (
 )
 from tests.unit_tests.training.distillation.cache_mutations import without_index
 
-pytestmark = pytest.mark.usefixtures("cache_format")
-
 multistorageclient = pytest.importorskip("multistorageclient")
 
 MEMBERS, GBS = 128, 4
@@ -197,6 +195,21 @@ def test_without_an_index_the_headers_are_fetched(server, transfers, large):
     begin, end = members_of(path)[MEMBERS // 2]
     member = transfers[len(headers)]
     assert (member.start, member.end) == (begin + 512, end)
+
+
+@pytest.mark.parametrize("cache_format", [3], indirect=True)
+def test_of_format_3_rows_are_fetched(server, tmp_path, cache_format):
+    content = write_large_shard(tmp_path, 0, END, gbs=GBS).read_bytes()
+    put(server.objects / "rows", content)
+    layout = LoadLayout(dp_rank=1, dp_size=4, mbs=1, gbs=GBS)
+    url = server.url("rows", profile="-ranges")
+    items = TeacherRowReader(url, layout, expected_identifiers=None, decode_threads=2)
+    found = list(itertools.islice(items.iterations(END // 2), 4))
+    for item in found:
+        (rows,) = item.microbatches
+        values, ids = large_rows(item.start, GBS)
+        assert rows.values[:, 0].equal(values[:, 1])
+        assert rows.indices[:, 0].long().equal(ids[:, 1])
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
