@@ -10,7 +10,7 @@ from megatron.training.distillation.payload import FORMAT_VERSION, decode_teache
 from megatron.training.distillation.payload_v3 import decode_framed_payload, encode_framed_payload
 from tests.functional_tests.harness import PADDED_VOCAB
 from tools.cache.conversion import Converted, Target, unmasked
-from tools.cache.converted_cache import convert_cache
+from tools.cache.converted_cache import convert_cache, shards_of
 
 Payloads = dict[tuple[str, str], bytes]
 """By DP rank (``dp0``) and member name."""
@@ -63,10 +63,10 @@ def convert(source: Path, target: Path, save_format: int) -> Path:
         convert_cache(
             str(source),
             str(target),
+            shards_of(str(source), str(target)),
             Target(format_version=save_format),
             jobs=1,
             spool_dir=None,
-            begin=lambda shards: None,
         )
     )
     assert all(isinstance(shard, Converted) for shard in found), found

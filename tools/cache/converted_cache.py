@@ -2,17 +2,14 @@
 """Converts all shards of a cache, in processes side by side, and goes on where it was stopped."""
 
 import functools
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import CacheFormatError
 from megatron.training.distillation.utils import ShardName
 from tools.cache.conversion import ConversionError, Converted, Target, convert_shard
+from tools.cache.processes import in_processes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,48 +20,50 @@ class Failed:
     reason: str
 
 
-def convert_cache(
-    source: str,
-    target: str,
-    to: Target,
-    *,
-    jobs: int,
-    spool_dir: str | None,
-    begin: Callable[[int], None],
-) -> Iterator[Converted | Failed]:
-    """Convert every live shard of *source* into *target* and yield what became of each.
+def shards_of(source: str, target: str) -> list[ShardName]:
+    """Return the live shards of *source*, which can be converted into *target*.
 
-    Shards that are in *target* already are left alone. What is set aside (``.stale``) is not
-    converted.
-
-    Args:
-        source: Directory of the cache.
-        target: Another directory; it is made.
-        to: What it is converted to.
-        jobs: Processes; 1 works in this one.
-        spool_dir: See :func:`convert_shard`.
-        begin: Called with the number of shards before the first of them.
+    What is set aside (``.stale``) is not converted.
 
     Raises:
         ValueError: The directories are the same, or there is no shard.
-        OSError: *source* cannot be listed, or *target* not be made.
+        OSError: *source* cannot be listed.
     """
     if source.rstrip("/") == target.rstrip("/"):
         raise ValueError(f"{source} cannot be converted into itself: name another directory.")
     shards = sorted(filter(None, map(ShardName.parse, storage.list_names(source))))
     if not shards:
         raise ValueError(f"There is no shard in {source} (dpN__FIRST-END.tar).")
+    return shards
+
+
+def convert_cache(
+    source: str,
+    target: str,
+    shards: Sequence[ShardName],
+    to: Target,
+    *,
+    jobs: int,
+    spool_dir: str | None,
+) -> Iterator[Converted | Failed]:
+    """Convert *shards* of *source* into *target* and yield what became of each.
+
+    Shards that are in *target* already are left alone.
+
+    Args:
+        source: Directory of the cache.
+        target: Another directory; it is made.
+        shards: What :func:`shards_of` returns.
+        to: What they are converted to.
+        jobs: Processes; 1 works in this one.
+        spool_dir: See :func:`convert_shard`.
+
+    Raises:
+        OSError: *target* cannot be made.
+    """
     storage.makedirs(target)
-    begin(len(shards))
     work = functools.partial(_attempt, source, target, to=to, spool_dir=spool_dir)
-    if jobs == 1:
-        yield from map(work, shards)
-        return
-    # A forked process would have locks of the threads of this one.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
-        for future in as_completed([pool.submit(work, shard) for shard in shards]):
-            yield future.result()
+    yield from in_processes(work, shards, jobs=jobs)
 
 
 def _attempt(

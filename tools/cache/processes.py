@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the same to many things in processes side by side."""
+
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+
+import torch
+
+_WAITING_PER_PROCESS = 4
+
+
+def in_processes[Item, Result](
+    work: Callable[[Item], Result], items: Iterable[Item], *, jobs: int
+) -> Iterator[Result]:
+    """Yield ``work(item)`` for each of *items*, in the order in which they are finished.
+
+    No more items are taken than the processes have to do next. What *work* raises ends it all.
+
+    Args:
+        work: Picklable, as is what it takes and returns; it runs with one thread of torch.
+        items: What it is called with.
+        jobs: Processes; 1 works in this one.
+    """
+    if jobs == 1:
+        yield from map(work, items)
+        return
+    # A forked process would have locks of the threads of this one.
+    context = multiprocessing.get_context("spawn")
+    left = iter(items)
+    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
+        waiting: set[Future[Result]] = set()
+        try:
+            while True:
+                for item in itertools.islice(left, jobs * _WAITING_PER_PROCESS - len(waiting)):
+                    waiting.add(pool.submit(work, item))
+                if not waiting:
+                    return
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+        finally:
+            for future in waiting:
+                future.cancel()
