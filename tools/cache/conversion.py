@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -93,7 +92,7 @@ def convert_shard(
     path, new_path = (storage.join(directory, str(name)) for directory in (source, target))
     with contextlib.closing(storage.open_read(path)) as stream:
         shard = OpenShard(path, name, stream, None)
-        size = stream.seek(0, os.SEEK_END)
+        size = shard.size
         if storage.exists(new_path):
             return Converted(
                 name=str(name),
@@ -203,7 +202,7 @@ def _size_if_converted(shard: OpenShard, path: str, to: Target) -> int:
                 f"{path} is there already, and is not {shard.path} in format "
                 f"{to.format_version}. Convert to an empty directory."
             )
-        return stream.seek(0, os.SEEK_END)
+        return there.size
 
 
 def _spans(members: Sequence[MemberRows]) -> list[tuple[int, int]]:
@@ -224,4 +223,4 @@ def _verify(path: str, name: ShardName, digests: Sequence[bytes]) -> int:
                     f"Member {member.entry.name} of {path} does not have the rows that it was "
                     "made of. Remove the file: it must not be trained on."
                 )
-        return stream.seek(0, os.SEEK_END)
+        return written.size

@@ -10,9 +10,11 @@ the reader of v2 does the rest.
 v1 does not record its batch sizes: the student's must be the teacher's, and every payload that is
 used is checked against them. Only the data-parallel size may change.
 
-The package uses :func:`open_directory` and :func:`is_shard_name` of this module and nothing else.
+The package uses :func:`open_directory` and :func:`is_shard_name` of this module and nothing else;
+tools that have no student take the batch sizes from the payloads, by :func:`recorded_layout`.
 """
 
+import contextlib
 import logging
 import re
 from collections.abc import Sequence
@@ -27,6 +29,7 @@ from megatron.training.distillation.manifest import ExpectedRun
 from megatron.training.distillation.open_shard import REPAIR_HINT, MemberRows, OpenShard
 from megatron.training.distillation.payload import (
     LOGPROB_SENTINEL,
+    MAX_PAYLOAD_BYTES,
     VALUE_DTYPES,
     PackedRows,
     check_tensor,
@@ -41,7 +44,9 @@ from megatron.training.distillation.utils import (
     ShardName,
     TarMember,
     parse_meta,
+    read_member,
     read_meta_member,
+    walk_tar,
 )
 
 logger = logging.getLogger(__name__)
@@ -84,6 +89,46 @@ def open_directory(
             "from a checkpoint between iterations, or dump the teacher again."
         )
     return LegacyDirectory(path, layout, names)
+
+
+def recorded_layout(path: str, names: Sequence[str]) -> LoadLayout:
+    """Return the batch sizes that a v1 cache was recorded with, as its first payload tells them.
+
+    The layout is that of DP rank 0 of the teacher.
+
+    Args:
+        path: Directory of the cache.
+        names: Its listing, with at least one v1 shard.
+
+    Raises:
+        CacheFormatError: No shard has a payload that can be read; says why the last one cannot.
+        OSError: A shard cannot be read.
+    """
+    shards = sorted(filter(None, map(_parse_name, names)))
+    dp_size = max(shard.dp_rank for shard in shards) + 1
+    error = CacheFormatError(f"No shard of {path} has a payload.")
+    for shard in shards:
+        shard_path = storage.join(path, str(shard))
+        with contextlib.closing(storage.open_read(shard_path)) as stream:
+            try:
+                return _layout_of_first_payload(stream, dp_size)
+            except CacheFormatError as found:
+                error = CacheFormatError(
+                    f"The batch sizes of {path} are in its payloads, and none of them can be read; "
+                    f"{shard_path} is damaged: {found}. {REPAIR_HINT}"
+                )
+    raise error
+
+
+def _layout_of_first_payload(stream: BinaryIO, dp_size: int) -> LoadLayout:
+    for entry in walk_tar(stream):
+        if _MEMBER_RE.fullmatch(entry.name):
+            microbatches = _microbatches(read_member(stream, entry), MAX_PAYLOAD_BYTES)[0]
+            mbs = microbatches[0].shape[1]
+            return LoadLayout(
+                dp_rank=0, dp_size=dp_size, mbs=mbs, gbs=len(microbatches) * dp_size * mbs
+            )
+    raise CacheFormatError("it has no payload")
 
 
 class _Name(NamedTuple):
@@ -226,21 +271,7 @@ class LegacyShard(OpenShard):
         return members
 
     def _parse(self, data: bytes, max_bytes: int) -> PackedRows:
-        payload = load_archive(data, max_bytes)
-        content = payload if isinstance(payload, dict) else {}
-        lists = [part for key in _PAYLOAD_KEYS if isinstance(part := content.get(key), list)]
-        if len(lists) < len(_PAYLOAD_KEYS) or len(set(map(len, lists))) > 1 or not lists[0]:
-            raise CacheFormatError(
-                f"its {', '.join(_PAYLOAD_KEYS)} are not lists with one tensor per microbatch"
-            )
-        values, low, high = lists
-        for value, ids, bits in zip(values, low, high, strict=True):
-            check_tensor("values", value, VALUE_DTYPES)
-            check_tensor("indices_low", ids, (torch.uint16,), shape=value.shape)
-            check_tensor("bit_17", bits, (torch.bool,), shape=value.shape)
-        kinds = {(value.shape[:2], value.dtype) for value in values}
-        if len(kinds) > 1:
-            raise CacheFormatError(f"its microbatches differ in (S, mbs) or dtype: {kinds}")
+        values, low, high = _microbatches(data, max_bytes)
         self._check_batch_sizes(len(values), values[0].shape[1])
         high_bits = np.packbits(_join(high, True).numpy(), axis=-1)
         return PackedRows(
@@ -263,6 +294,26 @@ class LegacyShard(OpenShard):
                     f"is {here}. Format v1 allows only the data-parallel size to change: use "
                     f"{flag} {saved}, or dump the teacher again."
                 )
+
+
+def _microbatches(data: bytes, max_bytes: int) -> list[list[torch.Tensor]]:
+    """Return values, low halves and bits of the ids in a payload, each by microbatch."""
+    payload = load_archive(data, max_bytes)
+    content = payload if isinstance(payload, dict) else {}
+    lists = [part for key in _PAYLOAD_KEYS if isinstance(part := content.get(key), list)]
+    if len(lists) < len(_PAYLOAD_KEYS) or len(set(map(len, lists))) > 1 or not lists[0]:
+        raise CacheFormatError(
+            f"its {', '.join(_PAYLOAD_KEYS)} are not lists with one tensor per microbatch"
+        )
+    values, low, high = lists
+    for value, ids, bits in zip(values, low, high, strict=True):
+        check_tensor("values", value, VALUE_DTYPES)
+        check_tensor("indices_low", ids, (torch.uint16,), shape=value.shape)
+        check_tensor("bit_17", bits, (torch.bool,), shape=value.shape)
+    kinds = {(value.shape[:2], value.dtype) for value in values}
+    if len(kinds) > 1:
+        raise CacheFormatError(f"its microbatches differ in (S, mbs) or dtype: {kinds}")
+    return lists
 
 
 def _join(parts: Sequence[torch.Tensor], fill: float) -> torch.Tensor:

@@ -183,6 +183,12 @@ class OpenShard:
         return members
 
     @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        with self._lock:
+            return self._stream.seek(0, os.SEEK_END)
+
+    @property
     def members(self) -> Sequence[MemberRows]:
         """The members by ascending samples."""
         return self._members
