@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from megatron.training.distillation import storage
-from tools.cache.verbs import convert
+from tools.cache.verbs import convert, info
 
-_VERBS = (convert,)
+_VERBS = (info, convert)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,13 @@ from tests.functional_tests.cases import Workshop
 from tests.functional_tests.failing_jobs import FailingJobs
 from tests.functional_tests.harness import JobRunner
 
-MATRIX = ("test_layouts", "test_student", "test_targets", "test_teacher")
+MATRIX = (
+    "test_layouts",
+    "test_student",
+    "test_targets",
+    "test_teacher",
+    "test_tool_info",
+)
 """Modules whose tests share most dumps and students; those of other modules share but a few."""
 
 LONG = ("test_kills", *MATRIX)

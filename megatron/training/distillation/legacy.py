@@ -18,6 +18,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -249,6 +250,8 @@ class LegacyShard(OpenShard):
         content = parse_meta(
             read_meta_member(self._stream, index, self.path), self.path, versions=(None, 1)
         )
+        settings = {key: content["saver"].get(key) for key in ("k", "p", "min_k", "save_dtype")}
+        self._saver = replace(self._saver, **settings)
         identifiers = content.get("identifiers")
         if not isinstance(identifiers, dict) or not identifiers.keys() >= _HASHED_IDENTIFIERS:
             return ShardMeta(hash=None, identifiers=None, saver=self._saver)
