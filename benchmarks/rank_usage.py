@@ -56,13 +56,18 @@ class TreeMemory:
 
     Memory that several of them share counts once. It is sampled.
 
+    Args:
+        pids: The processes.
+        interval: Seconds between samples.
+
     Attributes:
         together: The largest sample of all of them, in bytes.
         largest: The largest sample of one of them.
     """
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self, pids: Sequence[int], interval: float = _SAMPLED_EVERY) -> None:
         self._pids = pids
+        self._interval = interval
         self._base: list[int] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -85,7 +90,7 @@ class TreeMemory:
         self._thread.join()
 
     def _sample(self) -> None:
-        while not self._ended.wait(_SAMPLED_EVERY):
+        while not self._ended.wait(self._interval):
             grown = [now - base for now, base in zip(self._now(), self._base, strict=True)]
             self.together = max(self.together, sum(grown))
             self.largest = max(self.largest, *grown)
