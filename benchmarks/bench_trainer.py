@@ -15,9 +15,11 @@ Runs of one case:
 The runs of a case alternate and are repeated. Times are of iterations as the trainer logs them,
 without the first two and the last, which saves; medians over all repetitions, with the quartiles
 beside them. A dump has ``dump, top-k alone`` beside it: the forward pass plus ``torch.topk`` and
-``logsumexp`` of as many logits, timed here. Peak memory is the trainer process's, over that of
-``plain`` and counted in logits of a micro batch, from runs of their own in which the allocator
-gives back what is freed; the timed runs keep it, as a GPU's allocator does.
+``logsumexp`` of as many logits, timed here. Peak memory is the trainer process's up to the end of
+the last timed iteration, over that of ``plain`` and counted in logits of a micro batch, from runs
+of their own in which the allocator gives back what is freed; the timed runs keep it, as a GPU's
+allocator does. What comes after the iterations is left out: the end of a run maps libraries that
+take more memory than the steps of a small model.
 
 ``--json FILE`` also writes all numbers.
 """
@@ -38,6 +40,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.rank_usage import peak_bytes_of
 from benchmarks.worker_processes import KEEP_FREED, RETURN_FREED, ROOT
 
 ITERATIONS = 8
@@ -102,6 +105,7 @@ def train(
         **os.environ,
         **allocator,
         "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",  # memory is read when an iteration is told of
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
@@ -112,19 +116,26 @@ def train(
         "LOCAL_WORLD_SIZE": "1",
     }
     command = [sys.executable, "-W", "ignore", str(ROOT / script), *case.arguments(), *flags]
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        log = output.read()
-    if process.returncode != 0:
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines, peaks = [], []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if _MILLISECONDS.search(line):
+            peaks.append(peak_bytes_of(process.pid))
+    log = "".join(lines)
+    if process.wait() != 0:
         raise RuntimeError(f"{command} exited with {process.returncode}:\n{log[-3000:]}")
     times = [float(number) for number in _MILLISECONDS.findall(log)]
     assert len(times) == case.iterations, log[-3000:]
-    return Run(milliseconds=times[SKIPPED:-1], peak_bytes=usage.ru_maxrss * 1024, log=log)
+    return Run(milliseconds=times[SKIPPED:-1], peak_bytes=peaks[-2], log=log)
 
 
 def dump_flags(case: Case, place: Path, k: int) -> str:

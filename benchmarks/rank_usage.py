@@ -120,6 +120,11 @@ def bytes_read_by(pid: int) -> int:
     return _field(_text(Path(f"/proc/{pid}/io")), "rchar:")
 
 
+def peak_bytes_of(pid: int) -> int:
+    """Return the largest resident set that a process has had since it was started."""
+    return _field(_text(Path(f"/proc/{pid}/status")), "VmHWM:") * 1024
+
+
 def _proportional_bytes(pid: int) -> int:
     return _field(_text(Path(f"/proc/{pid}/smaps_rollup")), "Pss:") * 1024
 
