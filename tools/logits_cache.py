@@ -8,6 +8,7 @@ named; 2 if the command line is wrong.
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, *storage.ERRORS) as error:
         print(f"logits_cache: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("logits_cache: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return status
 
 

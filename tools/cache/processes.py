@@ -3,6 +3,10 @@
 
 import itertools
 import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 
@@ -29,7 +33,7 @@ def in_processes[Item, Result](
     # A forked process would have locks of the threads of this one.
     context = multiprocessing.get_context("spawn")
     left = iter(items)
-    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(jobs, context, _begin_process) as pool:
         waiting: set[Future[Result]] = set()
         try:
             while True:
@@ -43,3 +47,18 @@ def in_processes[Item, Result](
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def _begin_process() -> None:
+    torch.set_num_threads(1)
+    # A terminal interrupts all processes; the first one tells the others to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone; by itself it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
