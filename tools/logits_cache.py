@@ -13,9 +13,14 @@ import sys
 from collections.abc import Sequence
 
 from megatron.training.distillation import storage
-from tools.cache.verbs import convert, info
+from megatron.training.distillation.errors import TeacherDataError
+from tools.cache.verbs import convert, info, show
 
-_VERBS = (info, convert)
+_VERBS = (
+    info,
+    show,
+    convert,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
-    except (ValueError, *storage.ERRORS) as error:
+    except (ValueError, TeacherDataError, *storage.ERRORS) as error:
         print(f"logits_cache: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
