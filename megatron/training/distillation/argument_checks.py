@@ -28,7 +28,21 @@ def check_flags(args: argparse.Namespace) -> None:
         problems += _load_problems(args)
     if args.logits_save_dir is not None or args.logits_load_dir is not None:
         problems += _common_problems(args)
+        problems += _remote_problems(args)
         problems += packed_sequence_problems(args)
+    _refuse(problems)
+
+
+def check_recorded_settings(args: argparse.Namespace) -> None:
+    """Refuse what no cache can be of; for what records without the trainer.
+
+    Raises:
+        ValueError: As :func:`check_flags`.
+    """
+    _refuse(_setting_problems(args) + _common_problems(args))
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise ValueError(
             "Logits distillation cannot run like this:\n  - " + "\n  - ".join(problems)
@@ -52,6 +66,24 @@ def _save_problems(args: argparse.Namespace) -> list[str]:
             "--logits-save-dir writes its shards with the checkpoints, through the asynchronous "
             f"checkpoint queue: add {', '.join(missing)}."
         )
+    problems += _setting_problems(args)
+    if args.logits_save_max_waiting_bytes < 1:
+        problems.append(
+            f"--logits-save-max-waiting-bytes is {args.logits_save_max_waiting_bytes}: give a "
+            "number of bytes of at least 1, such as 8589934592 for 8 GiB."
+        )
+    spool_dir = args.logits_save_spool_dir
+    if spool_dir is not None and storage.is_remote(spool_dir):
+        problems.append(
+            f"--logits-save-spool-dir is {spool_dir}: give a directory on a disk of the node, or "
+            "leave the flag out to spool in memory."
+        )
+    return problems
+
+
+def _setting_problems(args: argparse.Namespace) -> list[str]:
+    """List what is wrong with what is recorded, and how."""
+    problems = []
     if args.logits_save_top_k < 1:
         problems.append(
             f"--logits-save-top-k is {args.logits_save_top_k}: give a number of entries per token "
@@ -72,19 +104,7 @@ def _save_problems(args: argparse.Namespace) -> list[str]:
             f"--logits-save-dtype is {args.logits_save_dtype!r}: choose one of "
             f"{', '.join(SAVE_DTYPES)}."
         )
-    problems += _format_problems(args)
-    if args.logits_save_max_waiting_bytes < 1:
-        problems.append(
-            f"--logits-save-max-waiting-bytes is {args.logits_save_max_waiting_bytes}: give a "
-            "number of bytes of at least 1, such as 8589934592 for 8 GiB."
-        )
-    spool_dir = args.logits_save_spool_dir
-    if spool_dir is not None and storage.is_remote(spool_dir):
-        problems.append(
-            f"--logits-save-spool-dir is {spool_dir}: give a directory on a disk of the node, or "
-            "leave the flag out to spool in memory."
-        )
-    return problems
+    return problems + _format_problems(args)
 
 
 def _format_problems(args: argparse.Namespace) -> list[str]:
@@ -214,14 +234,19 @@ def _common_problems(args: argparse.Namespace) -> list[str]:
     problems = [
         f"{flag} is not supported: {reason}. Leave it out." for hit, flag, reason in refused if hit
     ]
-    problems += _sequence_problems(args)
-    for flag, path in (
-        ("--logits-save-dir", args.logits_save_dir),
-        ("--logits-load-dir", args.logits_load_dir),
-    ):
-        if path is not None and storage.is_remote(path) and not args.enable_msc:
-            problems.append(f"{flag} {path} is an object-store URL: add --enable-msc.")
-    return problems
+    return problems + _sequence_problems(args)
+
+
+def _remote_problems(args: argparse.Namespace) -> list[str]:
+    directories = {
+        "--logits-save-dir": args.logits_save_dir,
+        "--logits-load-dir": args.logits_load_dir,
+    }
+    return [
+        f"{flag} {path} is an object-store URL: add --enable-msc."
+        for flag, path in directories.items()
+        if path is not None and storage.is_remote(path) and not args.enable_msc
+    ]
 
 
 def _sequence_problems(args: argparse.Namespace) -> list[str]:
@@ -269,19 +294,25 @@ def finalize_args(args: argparse.Namespace) -> None:
         padded_vocab_size=getattr(args, "padded_vocab_size", None),
     )
     _note(f"The dump is written in format {save_format.version}: {save_format.reason}.")
-    if vocab_size is not None and args.logits_save_top_k > vocab_size:
-        _note(
-            f"--logits-save-top-k {args.logits_save_top_k} is larger than the vocabulary: "
-            f"recording all {vocab_size} entries."
-        )
-        args.logits_save_top_k = vocab_size
-        args.logits_save_top_p_min_k = min(args.logits_save_top_p_min_k, vocab_size)
+    lower_to_vocabulary(args, vocab_size)
     if not args.freeze_all_layers:
         _note(
             "WARNING: --logits-save-dir without --freeze-all-layers: the teacher keeps training "
             "while it is recorded, so later samples are recorded from another model."
         )
     _require_teacher_checkpoint(args)
+
+
+def lower_to_vocabulary(args: argparse.Namespace, vocab_size: int | None) -> None:
+    """Lower the number of recorded entries to the vocabulary, where that is smaller; say so."""
+    if vocab_size is None or args.logits_save_top_k <= vocab_size:
+        return
+    _note(
+        f"--logits-save-top-k {args.logits_save_top_k} is larger than the vocabulary: recording "
+        f"all {vocab_size} entries."
+    )
+    args.logits_save_top_k = vocab_size
+    args.logits_save_top_p_min_k = min(args.logits_save_top_p_min_k, vocab_size)
 
 
 def _require_teacher_checkpoint(args: argparse.Namespace) -> None:

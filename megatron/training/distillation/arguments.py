@@ -8,8 +8,8 @@ values. Megatron's own parser already defines an older set of the ``--logits-*``
 
 import argparse
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -23,6 +23,7 @@ from megatron.training.distillation.save_format import (
     choose_format,
     recorded_dtype,
 )
+from megatron.training.distillation.shard_meta import SaverSettings, ShardMeta
 from megatron.training.distillation.skipped_steps import DEFAULT_MAX_SHARE
 from megatron.training.distillation.targets import DEFAULT_MAX_AHEAD_BYTES
 from megatron.training.global_vars import (
@@ -317,6 +318,41 @@ class RunSettings:
             vocab_size=self.vocab_size,
             padded_vocab_size=self.padded_vocab_size,
         )
+
+    def shard_meta(
+        self,
+        save_format: SaveFormat,
+        *,
+        k: int,
+        p: float | None,
+        min_k: int,
+        dp_size: int,
+        teacher: Mapping[str, Any] | None = None,
+    ) -> ShardMeta:
+        """Return the metadata of the shards of a dump by this run.
+
+        Args:
+            save_format: What :meth:`format_of` returns.
+            k: Entries per token.
+            p: The mass that is kept of them; None for all.
+            min_k: Entries kept whatever *p* says.
+            dp_size: Data parallel ranks that record.
+            teacher: What the manifest says of the teacher; None for what it says already.
+        """
+        manifest = self.manifest
+        if manifest is not None and teacher is not None:
+            manifest = replace(manifest, teacher=teacher)
+        saver = SaverSettings(
+            k=k,
+            p=p,
+            min_k=min_k,
+            save_dtype=save_format.save_dtype,
+            format_version=save_format.version,
+            mbs_save=self.micro_batch_size,
+            dp_size_save=dp_size,
+            gbs_save=self.global_batch_size,
+        )
+        return ShardMeta.for_run(self.identifiers, saver, manifest)
 
     def expected_run(self, *, enforced: bool, reports: bool) -> ExpectedRun:
         """Return the run as a reader expects to find it in a cache."""

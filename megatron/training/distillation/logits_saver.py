@@ -30,11 +30,7 @@ from megatron.training.distillation.model_hooks import LossOverride, OutputLayer
 from megatron.training.distillation.packed_layout import is_packed, unpack_samples
 from megatron.training.distillation.save_format import EIGHT_BIT
 from megatron.training.distillation.teacher_topk import TeacherTopK, apply_top_p, teacher_topk
-from megatron.training.distillation.utils import (
-    SaverSettings,
-    ShardMeta,
-    ShardName,
-)
+from megatron.training.distillation.utils import ShardMeta, ShardName
 from megatron.training.distillation.write_watch import WriteWatch, write_and_report
 
 logger = logging.getLogger(__name__)
@@ -103,19 +99,8 @@ class LogitsSaverHooks:
         save_format = self._settings.format_of(save_dtype)
         encode = save_format.encoder()
         self._torch_dtype = TORCH_DTYPES[save_format.save_dtype]
-        meta = ShardMeta.for_run(
-            self._settings.identifiers,
-            SaverSettings(
-                k=k,
-                p=p,
-                min_k=min_k,
-                save_dtype=save_format.save_dtype,
-                format_version=save_format.version,
-                mbs_save=self._settings.micro_batch_size,
-                dp_size_save=self._layout.dp_size,
-                gbs_save=self._settings.global_batch_size,
-            ),
-            self._settings.manifest,
+        meta = self._settings.shard_meta(
+            save_format, k=k, p=p, min_k=min_k, dp_size=self._layout.dp_size
         )
         self._meta_bytes = meta.to_bytes()
 
