@@ -28,19 +28,12 @@ from megatron.training.distillation.member_content import Content
 from megatron.training.distillation.metrics import WindowMasses
 from megatron.training.distillation.model_hooks import LossOverride, OutputLayerTap
 from megatron.training.distillation.packed_layout import is_packed, unpack_samples
-from megatron.training.distillation.save_format import EIGHT_BIT
+from megatron.training.distillation.save_format import TORCH_DTYPES
 from megatron.training.distillation.teacher_topk import TeacherTopK, apply_top_p, teacher_topk
 from megatron.training.distillation.utils import ShardMeta, ShardName
 from megatron.training.distillation.write_watch import WriteWatch, write_and_report
 
 logger = logging.getLogger(__name__)
-
-TORCH_DTYPES = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    EIGHT_BIT: torch.float16,  # until they are encoded
-}
 
 # checkpointing.py asks for the saver by function call, so one reference has to live here.
 _active_saver: "LogitsSaverHooks | None" = None

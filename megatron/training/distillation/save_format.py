@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from megatron.training.distillation.frame_layout import MAX_VOCAB_SIZE_V3
 from megatron.training.distillation.payload import MAX_VOCAB_SIZE, encode_logprobs_payload
 from megatron.training.distillation.payload_v3 import encode_framed_payload
@@ -13,6 +15,14 @@ AUTO = "auto"
 SAVE_FORMATS = (AUTO, "2", "3")
 EIGHT_BIT = "uint8"
 """What metadata give as the dtype of log-probabilities that are stored as 8-bit codes."""
+
+TORCH_DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    EIGHT_BIT: torch.float16,  # until they are encoded
+}
+"""What log-probabilities are rounded to, by the dtype that metadata give."""
 
 PayloadEncoder = Callable[..., bytes]
 """Returns a member's bytes; takes the tensors of :func:`encode_logprobs_payload`."""
