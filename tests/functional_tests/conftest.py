@@ -21,6 +21,8 @@ MATRIX = (
     "test_targets",
     "test_teacher",
     "test_tool_info",
+    "test_tool_import",
+    "test_tool_show",
 )
 """Modules whose tests share most dumps and students; those of other modules share but a few."""
 

@@ -138,6 +138,10 @@ class DumpOracle:
         """Return the keys of all recorded samples."""
         return set(self._logits)
 
+    def logprobs(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities ``(S, V)`` of the sample with these labels, float64."""
+        return self._logprobs[labels_key(labels)]
+
     def in_format(self, save_format: int) -> "DumpOracle":
         """Return what tells of the same dump in a format; 3 also accepts the order of 2."""
         other = copy.copy(self)
