@@ -14,12 +14,14 @@ from collections.abc import Sequence
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import TeacherDataError
-from tools.cache.verbs import convert, info, show
+from tools.cache.verbs import convert, import_logprobs, info, prompts, show
 
 _VERBS = (
     info,
     show,
     convert,
+    prompts,
+    import_logprobs,
 )
 
 
