@@ -256,6 +256,7 @@ def test_a_stopped_import_goes_on(corpus, samples, tmp_path, capsys):
     assert kept.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_processes_side_by_side_write_the_same(corpus, samples, tmp_path):
     answers = answer_all(tmp_path / "a", samples)
     assert run("import", tmp_path / "one", corpus, "--jsonl", answers) == 0
@@ -301,6 +302,9 @@ def failure(corpus, samples, tmp_path, capsys) -> Callable[..., str]:
         ("--logits-save-top-p 1.5", "--logits-save-top-p is 1.5"),
         ("--rampup-batch-size 2 2 8", "--rampup-batch-size is not supported"),
         ("--sft", "--sft is not supported"),
+        ("--data-path /no/text", "/no/text.idx is not there: give the data of the training"),
+        ("--split 0,100,0", "--split 0,100,0 leaves no documents to train on"),
+        ("--tokenizer-type GPT2BPETokenizer", "--tokenizer-type is missing"),
         ("--mock-data", "--mock-data is not supported"),
         ("--train-iters 0", "--train-iters or --train-samples is missing"),
         ("--save-interval 0", "--save-interval is missing"),
@@ -400,6 +404,7 @@ def test_the_examples_work(verb, corpus, samples, tmp_path, capsys, monkeypatch)
     own = shlex.split(f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --seq-length {LENGTH} ")
     if verb == "import":
         own += ["--logits-save-top-k", str(K)]
+        example[4:4] = ["--jobs", "1"]
         assert logits_cache.main(["prompts", "p", *example[example.index("--") :], *own]) == 0
         lines = [json.loads(line) for line in Path("p").read_text().splitlines()]
         answer_all(Path("answers.jsonl"), [line["prompt_token_ids"] for line in lines])

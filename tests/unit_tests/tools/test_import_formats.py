@@ -94,6 +94,20 @@ def test_equal_entries_by_rank():
     assert entries(answer, 2, positions=1, vocab_size=4).ids.tolist() == [[0, 3]]
 
 
+def test_a_prompts_own_token_may_be_as_likely_as_the_last_entry():
+    """Versions of vLLM that count what is more likely give it a rank that another entry has."""
+    answer = server_answers.vllm_output([0, 1], [[-1.0, -1.5, -1.5, -1.5]], 2)
+    position = answer["prompt_logprobs"][1]
+    position["1"]["rank"] = 2
+    position["3"] = {"logprob": -1.5, "rank": 2, "decoded_token": None}
+    assert entries(answer, 2, positions=1, vocab_size=4).ids.tolist() == [[0, 1]]
+    position["3"]["logprob"] = -1.4  # the own token is then not among the top 2
+    assert entries(answer, 2, positions=1, vocab_size=4).ids.tolist() == [[0, 3]]
+    position["3"]["rank"] = 1
+    with pytest.raises(LineError, match=r"ranks \[1, 1\] by falling"):
+        entries(answer, 2, positions=1, vocab_size=4)
+
+
 def test_a_small_tail_keeps_its_digits():
     """1 - p loses what expm1 keeps: here 2.5e-13, with an entry that is all but 1."""
     found = top_entries(one_position([-5e-13, math.log(2.5e-13)]), expected(2, 1))

@@ -88,7 +88,7 @@ def top_entries(prompt: Prompt, expected: Expected) -> TopEntries:
     order = np.lexsort(keys, axis=-1)[:, : expected.k]
     kept, kept_ids = (np.take_along_axis(part, order, -1) for part in (logprobs, ids))
     if ranks is not None:
-        _check_ranks(np.take_along_axis(ranks, order, -1))
+        _check_ranks(kept, np.take_along_axis(ranks, order, -1))
     _check_ids(kept_ids, expected.vocab_size)
     _check_values(kept)
     kept = np.minimum(kept, 0.0)
@@ -154,9 +154,17 @@ def _check_own(prompt: Prompt, logprobs: np.ndarray, ids: np.ndarray) -> None:
         )
 
 
-def _check_ranks(ranks: np.ndarray) -> None:
+def _check_ranks(logprobs: np.ndarray, ranks: np.ndarray) -> None:
+    """Compare the ranks of falling entries with their places.
+
+    The server numbers its K by place, and the prompt's own token by how many are as likely or,
+    in older versions, more likely: among equal entries a rank may occur twice.
+    """
     k = ranks.shape[1]
-    wrong = (ranks != np.arange(1, k + 1)).any(-1)
+    is_lower = np.zeros(ranks.shape, bool)
+    is_lower[:, 1:] = logprobs[:, 1:] < logprobs[:, :-1]
+    more_likely = np.maximum.accumulate(np.where(is_lower, np.arange(k), 0), -1)
+    wrong = ((ranks <= more_likely) | (ranks > k)).any(-1)
     if wrong.any():
         token = int(wrong.argmax()) + 1
         raise LineError(

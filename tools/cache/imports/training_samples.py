@@ -9,6 +9,7 @@ trainer.
 import argparse
 import contextlib
 import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.training import global_vars
 from megatron.training.arguments import add_megatron_arguments
@@ -78,7 +80,9 @@ def parse_run(flags: Sequence[str], *, prog: str, dp_size: int) -> TrainingRun:
     Raises:
         ValueError: The flags are not enough, or are of a run that cannot be told from its data.
     """
-    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=prog, usage=f"{prog} MEGATRON_FLAG ...", allow_abbrev=False
+    )
     args = add_distillation_args(add_megatron_arguments(parser)).parse_args(flags)
     _complete(args, dp_size)
     _check(args)
@@ -86,7 +90,7 @@ def parse_run(flags: Sequence[str], *, prog: str, dp_size: int) -> TrainingRun:
     if args.enable_msc:
         MultiStorageClientFeature.enable()
     global_vars.set_args(args)
-    tokenizer = global_vars.rebuild_tokenizer(args)
+    tokenizer = _tokenizer(args)
     lower_to_vocabulary(args, int(tokenizer.vocab_size))
     settings = RunSettings.from_global_args()
     return TrainingRun(
@@ -95,6 +99,16 @@ def parse_run(flags: Sequence[str], *, prog: str, dp_size: int) -> TrainingRun:
         train_samples=settings.identifiers["train_samples"],
         seq_length=args.seq_length,
     )
+
+
+def _tokenizer(args: argparse.Namespace) -> Any:
+    try:
+        return global_vars.rebuild_tokenizer(args)
+    except ImportError as error:
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type} needs a package that cannot be imported: "
+            f"{error}"
+        ) from error
 
 
 def _complete(args: argparse.Namespace, dp_size: int) -> None:
@@ -114,6 +128,7 @@ def _check(args: argparse.Namespace) -> None:
     problems = [
         f"{flag} is missing: give the training's own."
         for flag, value in (
+            ("--tokenizer-type", args.tokenizer_type != _DEFAULT_TOKENIZER or args.vocab_file),
             ("--seq-length", args.seq_length),
             ("--micro-batch-size", args.micro_batch_size),
             ("--train-iters or --train-samples", args.train_iters or args.train_samples),
@@ -131,8 +146,7 @@ def _check(args: argparse.Namespace) -> None:
         )
         if given
     ]
-    if not any(get_blend_and_blend_per_split(args)):
-        problems.append("--data-path or --train-data-path is missing: give the training's own.")
+    problems += _data_problems(args)
     block = (args.micro_batch_size or 1) * args.data_parallel_size
     if args.global_batch_size and args.global_batch_size % block:
         problems.append(
@@ -142,6 +156,20 @@ def _check(args: argparse.Namespace) -> None:
         )
     if problems:
         raise ValueError("The flags do not tell the samples:\n  - " + "\n  - ".join(problems))
+
+
+def _data_problems(args: argparse.Namespace) -> list[str]:
+    blend, per_split = get_blend_and_blend_per_split(args)
+    trained_on = blend or (per_split or [None])[0]
+    if trained_on is None:
+        return ["--data-path or --train-data-path is missing: give the training's own."]
+    return [
+        f"{prefix}{suffix} is not there: give the data of the training."
+        for prefix in trained_on[0]
+        if not is_object_storage_path(prefix)
+        for suffix in (".idx", ".bin")
+        if not os.path.exists(f"{prefix}{suffix}")
+    ]
 
 
 def open_samples(run: TrainingRun) -> Callable[[int], np.ndarray]:
@@ -160,7 +188,7 @@ def open_samples(run: TrainingRun) -> Callable[[int], np.ndarray]:
         ).build()[0]
     if dataset is None:
         raise ValueError(
-            f"--split {run.args.split} leaves no documents to train on: give the training's own."
+            f"--split {run.args.split} leaves no documents to train on: give the training's."
         )
 
     def tokens_of(sample: int) -> np.ndarray:
