@@ -90,7 +90,7 @@ def import_shard(work: ShardWork, recipe: Recipe) -> Written:
         members: list[tuple[str, Content]] = [
             (
                 member_name(start, end),
-                spool.append(encode(*_rows([_entries(line, recipe) for line in lines], recipe))),
+                spool.append(encode(*_rows(lines, recipe))),
             )
             for (start, end), lines in zip(work.members, work.lines, strict=True)
         ]
@@ -136,24 +136,37 @@ def _entries(line: np.void, recipe: Recipe) -> TopEntries:
 
 
 def _rows(
-    samples: list[TopEntries], recipe: Recipe
+    lines: np.ndarray, recipe: Recipe
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what a payload is made of: values, ids, tails and fingerprints of n samples."""
-    # (S, n, K), (S, n, K), (S, n)
-    found = TeacherTopK(
-        logprobs=torch.from_numpy(np.stack([s.logprobs for s in samples], 1)).float(),
-        indices=torch.from_numpy(np.stack([s.ids for s in samples], 1)),
-        tail_logprob=torch.from_numpy(np.stack([s.tail_logprob for s in samples], 1)).float(),
-    )
-    if recipe.p is not None:
-        found, _ = apply_top_p(found, recipe.p, recipe.min_k)
-    values = found.logprobs.to(TORCH_DTYPES[recipe.save_format.save_dtype])
+    length, n = recipe.expected.positions, len(lines)
+    dtype = TORCH_DTYPES[recipe.save_format.save_dtype]
+    # (S, n, K), (S, n, K), (S, n), (n, S)
+    values = torch.empty(length, n, recipe.expected.k, dtype=dtype)
+    ids = torch.empty(values.shape, dtype=torch.int32)
+    tail = torch.empty(length, n)
+    labels = torch.empty(n, length, dtype=torch.int64)
+    for row, line in enumerate(lines):
+        entries = _entries(line, recipe)
+        found = _kept(entries, recipe)
+        values[:, row] = found.logprobs[:, 0]
+        ids[:, row] = found.indices[:, 0]
+        tail[:, row] = found.tail_logprob[:, 0]
+        labels[row] = torch.from_numpy(entries.tokens[1:])
     # Rounding may make the marker of masked entries of one that is as small.
     masked = values == LOGPROB_SENTINEL
-    ids = found.indices.masked_fill(masked, INDEX_SENTINEL).int()
+    ids.masked_fill_(masked, INDEX_SENTINEL)
     # As a dump does: of falling entries, those that any token keeps come first.
     width = int((~masked).any(dim=(0, 1)).sum())
-    length = recipe.expected.positions
-    labels = torch.from_numpy(np.stack([s.tokens[1:] for s in samples]))
     fingerprints = LabelFingerprinter(torch.arange(length), length)(labels)
-    return values[..., :width], ids[..., :width], found.tail_logprob, fingerprints
+    return values[..., :width], ids[..., :width], tail, fingerprints
+
+
+def _kept(entries: TopEntries, recipe: Recipe) -> TeacherTopK:
+    """Return the entries ``(S, 1, K)`` that are kept of a sample."""
+    found = TeacherTopK(
+        logprobs=torch.from_numpy(entries.logprobs).float().unsqueeze(1),
+        indices=torch.from_numpy(entries.ids).unsqueeze(1),
+        tail_logprob=torch.from_numpy(entries.tail_logprob).float().unsqueeze(1),
+    )
+    return found if recipe.p is None else apply_top_p(found, recipe.p, recipe.min_k)[0]
