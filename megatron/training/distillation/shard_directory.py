@@ -31,7 +31,7 @@ class Segment(NamedTuple):
     shard: ShardName
 
 
-def _live_segments(shards: Iterable[ShardName]) -> list[Segment]:
+def live_segments(shards: Iterable[ShardName]) -> list[Segment]:
     """Cut the covered samples at every boundary and give each piece to the shard that starts last.
 
     Of two that start together, the longer one has it; then the lower DP rank.
@@ -90,10 +90,10 @@ class ShardDirectory:
             by_rank.setdefault(shard.dp_rank, []).append(shard)
             by_range.setdefault((shard.start, shard.end), []).append(shard.dp_rank)
         self._warn_of_overlap(by_rank)
-        self._by_rank = {rank: _live_segments(shards) for rank, shards in by_rank.items()}
+        self._by_rank = {rank: live_segments(shards) for rank, shards in by_rank.items()}
         self._ranks_with_range = by_range
         # All DP ranks flush together, so this is as short as one rank's list.
-        self._any_rank = _live_segments(ShardName(d[0], *span) for span, d in by_range.items())
+        self._any_rank = live_segments(ShardName(d[0], *span) for span, d in by_range.items())
 
     def _parse_names(self, names: Sequence[str]) -> list[ShardName]:
         """Return the live shards among *names*."""
