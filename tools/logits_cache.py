@@ -14,12 +14,13 @@ from collections.abc import Sequence
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import TeacherDataError
-from tools.cache.verbs import convert, import_logprobs, info, prompts, show
+from tools.cache.verbs import convert, diff, import_logprobs, info, prompts, show
 
 _VERBS = (
     info,
     show,
     convert,
+    diff,
     prompts,
     import_logprobs,
 )

@@ -41,9 +41,9 @@ class Progress:
         """Time since the beginning."""
         return time.monotonic() - self._began
 
-    def advance(self, size: int = 0) -> None:
-        """Count one more, of *size* bytes."""
-        self._done += 1
+    def advance(self, size: int = 0, count: int = 1) -> None:
+        """Count one more, or *count*, of *size* bytes."""
+        self._done += count
         self._bytes += size
         now = time.monotonic()
         wait = _SECONDS_BETWEEN_STATES if self._is_terminal else _SECONDS_BETWEEN_LINES

@@ -6,7 +6,9 @@ other's batch sizes. Where shards of a DP rank overlap, the one that starts late
 student does.
 """
 
+import bisect
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -19,6 +21,7 @@ from megatron.training.distillation.errors import CacheFormatError, TeacherDataE
 from megatron.training.distillation.open_shard import MemberRows, OpenShard
 from megatron.training.distillation.packed_rows import TeacherRows
 from megatron.training.distillation.shard_directory import live_segments
+from megatron.training.distillation.utils import ShardName
 from tools.cache.cache_files import ShardFile
 from tools.cache.conversion import unmasked
 
@@ -38,29 +41,36 @@ class LiveParts:
     """Which shard holds each DP rank's share of each sample; picklable.
 
     Attributes:
-        parts: By DP rank, and then by samples.
+        by_rank: The parts of each DP rank that has some, by ascending samples.
     """
 
-    parts: tuple[LivePart, ...]
+    by_rank: tuple[tuple[LivePart, ...], ...]
 
     @classmethod
     def of(cls, shards: Iterable[ShardFile]) -> "LiveParts":
         """Return what is read of *shards*, which may overlap."""
-        by_rank: dict[int, list[ShardFile]] = {}
+        by_rank: dict[int, dict[ShardName, ShardFile]] = {}
         for shard in shards:
-            by_rank.setdefault(shard.name.dp_rank, []).append(shard)
-        parts: list[LivePart] = []
-        for _, files in sorted(by_rank.items()):
-            by_name = {file.name: file for file in files}
-            parts += (
-                LivePart(segment.start, segment.end, by_name[segment.shard])
-                for segment in live_segments(by_name)
+            by_rank.setdefault(shard.name.dp_rank, {})[shard.name] = shard
+        return cls(
+            tuple(
+                tuple(LivePart(s.start, s.end, files[s.shard]) for s in live_segments(files))
+                for _, files in sorted(by_rank.items())
             )
-        return cls(tuple(parts))
+        )
 
     def within(self, start: int, end: int) -> "LiveParts":
         """Return what holds samples of ``[start, end)``."""
-        return LiveParts(tuple(p for p in self.parts if p.start < end and start < p.end))
+        found = []
+        for parts in self.by_rank:
+            first = bisect.bisect_right(parts, start, key=lambda part: part.end)
+            stop = bisect.bisect_left(parts, end, key=lambda part: part.start)
+            found.append(parts[first:stop])
+        return LiveParts(tuple(filter(None, found)))
+
+    def of_rank(self, dp_rank: int) -> "LiveParts":
+        """Return what holds the share of one DP rank."""
+        return LiveParts(tuple(p for p in self.by_rank if p[0].file.name.dp_rank == dp_rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,7 @@ class RowReader:
     """
 
     def __init__(self, parts: LiveParts, *, whole: bool = True) -> None:
-        self._parts = parts.parts
+        self._parts = tuple(itertools.chain.from_iterable(parts.by_rank))
         self._whole = whole
         self._open: dict[ShardFile, tuple[OpenShard, contextlib.ExitStack]] = {}
         self._unreadable: set[ShardFile] = set()

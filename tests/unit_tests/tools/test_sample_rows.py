@@ -127,9 +127,12 @@ def test_damage_is_told_and_the_rest_is_read(tmp_path):
 
 def test_only_what_a_window_needs_is_sent_to_a_process(tmp_path):
     for start in range(0, 64, 8):
-        write_shard(tmp_path, start, start + 8)
+        write_shard(tmp_path, start, start + 8, dp=2)
     parts = LiveParts.of(list_cache(str(tmp_path)).shards).within(10, 17)
-    assert [part.file.base_name for part in parts.parts] == ["dp0__8-16.tar", "dp0__16-24.tar"]
+    found = [[part.file.base_name for part in rank] for rank in parts.by_rank]
+    assert found == [[f"dp{rank}__{a}-{a + 8}.tar" for a in (8, 16)] for rank in (0, 1)]
+    assert parts.of_rank(1).by_rank == parts.by_rank[1:]
+    assert parts.within(16, 24).within(8, 16).by_rank == ()
     assert pickle.loads(pickle.dumps(parts)) == parts
 
 
