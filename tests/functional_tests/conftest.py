@@ -25,6 +25,9 @@ MATRIX = (
     "test_tool_show",
 )
 MATRIX = ("test_layouts", "test_student", "test_targets", "test_teacher", "test_tool_diff")
+    "test_tool_diff",
+    "test_tool_plan",
+)
 """Modules whose tests share most dumps and students; those of other modules share but a few."""
 
 LONG = ("test_kills", *MATRIX)
