@@ -15,14 +15,15 @@ is left open.
 
 A tail that is not stored is the complement of the kept mass, but not less than 0. Both sides are
 divided by their sum, which rounding of the stored values moves away from 1, so the divergence is
-never negative. What is left for the rest counts as at least 1e-25, as a student's tail does in the
-loss.
+never negative. What is left for the rest counts as at least 1e-25 of all, as a student's tail does
+in the loss.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 import numpy as np
+import torch
 
 from megatron.training.distillation.fingerprint import CHUNK, comparable_chunks
 from megatron.training.distillation.packed_rows import TeacherRows
@@ -153,7 +154,10 @@ class Comparison:
         self.samples += 1
         self.tokens += length
         self.stored_tails &= a.tail_logprob is not None and b.tail_logprob is not None
-        found = _TokenComparison.of(_Side.of(a, length), _Side.of(b, length))
+        if _are_equal(a, b):
+            found = _TokenComparison.of_equal((a.values != LOGPROB_SENTINEL).sum(-1).numpy())
+        else:
+            found = _TokenComparison.of(_Side.of(a, length), _Side.of(b, length))
         self.entries_a += int(found.kept_a.sum())
         self.entries_b += int(found.kept_b.sum())
         self.common += int(found.common.sum())
@@ -198,11 +202,19 @@ def _keep_first(by_sample: dict[int, int]) -> None:
         del by_sample[sample]
 
 
+def _are_equal(a: TeacherRows, b: TeacherRows) -> bool:
+    """Return whether entries and tails are the same in the same order, which is most often so."""
+    pairs = ((a.values, b.values), (a.indices, b.indices))
+    return _have_same_tails(a, b) and all(
+        x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs
+    )
+
+
 def _have_same_tails(a: TeacherRows, b: TeacherRows) -> bool:
     tails = a.tail_logprob, b.tail_logprob
     if tails[0] is None or tails[1] is None:
         return tails[0] is tails[1]
-    return bool((tails[0] == tails[1]).all())
+    return torch.equal(tails[0], tails[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -251,6 +263,24 @@ class _TokenComparison:
     divergence: np.ndarray
 
     @classmethod
+    def of_equal(cls, kept: np.ndarray) -> "_TokenComparison":
+        """Return the comparison of tokens with so many entries, which are the same."""
+        zeros, ones = np.zeros(len(kept)), np.ones(len(kept))
+        return cls(
+            kept_a=kept,
+            kept_b=kept,
+            common=kept,
+            jaccard=ones,
+            equal_sets=ones,
+            equal_top=ones,
+            equal_values=kept,
+            value_difference=zeros,
+            tail_difference=zeros,
+            dropped=zeros,
+            divergence=zeros,
+        )
+
+    @classmethod
     def of(cls, a: _Side, b: _Side) -> "_TokenComparison":
         matched, is_common = _match(a, b)  # (S, K of A)
         kept_a, kept_b, common = (part.sum(-1) for part in (a.kept, b.kept, is_common))
@@ -291,19 +321,24 @@ def _divergence(
 ) -> np.ndarray:
     """Return ``(S,)``; *rest_b* is the probability that B has for ids that are not common."""
     p = np.exp(a.logprobs)
-    rest_b = np.maximum(rest_b, _REST_FLOOR)
+    floor = np.maximum(
+        _REST_FLOOR * (np.exp(b.logprobs).sum(-1) + b.tail), np.finfo(np.float64).tiny
+    )
+    rest_b = np.maximum(rest_b, floor)
     sum_p = p.sum(-1) + a.tail
     sum_q = np.exp(np.where(is_common, matched, -np.inf)).sum(-1) + rest_b
     steps = np.subtract(a.logprobs, matched, where=is_common & (p > 0), out=_zeros(a))
     # Before both sides are divided by their sums, which adds their logarithm to every step.
-    found = (p * steps).sum(-1) + _open_terms(a, b, np.where(is_common, 0.0, p), rest_b)
+    found = (p * steps).sum(-1) + _open_terms(a, b, np.where(is_common, 0.0, p), rest_b, floor)
     # Of no mass at all there is no divergence.
     sum_p = np.where(sum_p > 0, sum_p, sum_q)
     clipped: np.ndarray = np.maximum(found / sum_p + np.log(sum_q / sum_p), 0.0)
     return clipped
 
 
-def _open_terms(a: _Side, b: _Side, alone: np.ndarray, rest_b: np.ndarray) -> np.ndarray:
+def _open_terms(
+    a: _Side, b: _Side, alone: np.ndarray, rest_b: np.ndarray, floor: np.ndarray
+) -> np.ndarray:
     """Return the terms of the rest, and of A's entries that B did not keep.
 
     They share what B has left in proportion to A, except for entries that reach B's limit.
@@ -313,6 +348,7 @@ def _open_terms(a: _Side, b: _Side, alone: np.ndarray, rest_b: np.ndarray) -> np
         b: The side of ``q``.
         alone: ``(S, K)`` probability of A's entries that B did not keep, 0 for others.
         rest_b: ``(S,)`` what B has left.
+        floor: ``(S,)`` the least that it counts as.
     """
     smallest = np.where(b.kept, b.logprobs, np.inf).min(-1, keepdims=True)
     # Where B kept nothing there is no limit: twice of all that there is.
@@ -327,7 +363,7 @@ def _open_terms(a: _Side, b: _Side, alone: np.ndarray, rest_b: np.ndarray) -> np
         ratios = np.divide(alone, smallest, where=is_full, out=np.ones_like(alone))
         terms += (alone * np.log(ratios)).sum(-1)
         left = rest_b - smallest[:, 0] * is_full.sum(-1)
-        rest_b = np.maximum(left, _REST_FLOOR)
+        rest_b = np.maximum(left, floor)
         alone = np.where(is_full, 0.0, alone)
     share = share[:, 0]
     return terms + share * np.log(np.where(share > 0, share, rest_b) / rest_b)

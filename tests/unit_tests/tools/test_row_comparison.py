@@ -182,6 +182,23 @@ def test_order_of_equal_entries_means_nothing():
     assert found.divergence == 0
 
 
+@pytest.mark.parametrize("reversed_ties", [False, True])
+def test_rows_of_next_to_no_mass_do_not_diverge_from_themselves(reversed_ties):
+    """They are no distributions, and still the same."""
+    one = entries({1: 1.0, 2: 1.0, 3: 0.5}, tail=[0.5])
+    one.values.sub_(300.0)
+    one.tail_logprob.sub_(300.0)
+    order = [1, 0, 2] if reversed_ties else [0, 1, 2]
+    two = TeacherRows(
+        values=one.values[:, order], indices=one.indices[:, order], tail_logprob=one.tail_logprob
+    )
+    found = Comparison()
+    found.add(0, one, two)
+    assert (found.same, found.equal_sets, found.equal_top, found.equal_values) == (1, 1, 1, 3)
+    assert found.divergence == pytest.approx(0.0, abs=1e-12)
+    assert found.jaccard == 1.0
+
+
 @pytest.mark.parametrize("what", ["value", "id", "tail", "no tail", "length"])
 def test_any_difference_makes_a_row_another(what):
     one = entries({1: 0.5, 2: 0.25}, {3: 0.5, 4: 0.25}, tail=[0.25, 0.25])
