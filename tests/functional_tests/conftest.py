@@ -20,13 +20,11 @@ MATRIX = (
     "test_student",
     "test_targets",
     "test_teacher",
-    "test_tool_info",
-    "test_tool_import",
-    "test_tool_show",
-)
-MATRIX = ("test_layouts", "test_student", "test_targets", "test_teacher", "test_tool_diff")
     "test_tool_diff",
+    "test_tool_import",
+    "test_tool_info",
     "test_tool_plan",
+    "test_tool_show",
 )
 """Modules whose tests share most dumps and students; those of other modules share but a few."""
 
