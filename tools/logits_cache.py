@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import TeacherDataError
-from tools.cache.verbs import convert, diff, import_logprobs, info, plan, prompts, show
+from tools.cache.verbs import convert, diff, import_logprobs, info, plan, prompts, report, show
 
 _VERBS = (
     info,
     show,
+    report,
     plan,
     convert,
     diff,
