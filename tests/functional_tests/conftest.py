@@ -24,9 +24,9 @@ MATRIX = (
     "test_tool_import",
     "test_tool_info",
     "test_tool_plan",
+    "test_tool_report",
     "test_tool_show",
 )
-MATRIX = ("test_layouts", "test_student", "test_targets", "test_teacher", "test_tool_report")
 """Modules whose tests share most dumps and students; those of other modules share but a few."""
 
 LONG = ("test_kills", *MATRIX)
