@@ -26,8 +26,9 @@ Map of the package, from the ground up:
 * ``iteration_buffer``: compresses what has been recorded and appends it to a window's ``spool``;
   ``host_copy`` brings it from the device, and ``member_content`` is what a shard is written from,
   in a spool or in memory.
-* ``shard_writer``: what goes to storage; ``publication`` plans its file operations and
-  ``continuation`` keeps two dumps out of one directory.
+* ``shard_writer``: what goes to storage; ``publication`` plans its file operations,
+  ``shard_extraction`` keeps a part of an older shard, and ``continuation`` keeps two dumps out of
+  one directory.
 * ``shard_reader``: what comes back, as the values in ``targets``; ``shard_directory`` finds a
   sample's shard, ``open_shard`` verifies and decodes it, in format v3 row by row with
   ``framed_member``, ``shard_company`` finds those of another dump, ``row_assembly`` puts rows

@@ -77,14 +77,23 @@ class FramedMembers:
         return opened
 
     def _read_header(self, member: TarMember) -> bytes:
+        data = self._read(member, 0, min(self._index[member].header_bytes, member.size))
+        self.check_header(member, data)
+        return data
+
+    def check_header(self, member: TarMember, data: bytes) -> None:
+        """Compare the header at the beginning of *data* with what the shard's index says of it.
+
+        Raises:
+            CacheFormatError: It is another one.
+        """
         entry = self._index[member]
-        data = self._read(member, 0, min(entry.header_bytes, member.size))
+        data = data[: entry.header_bytes]
         if (found := header_checksum(data)) != entry.header_crc32:
             raise CacheFormatError(
                 f"its checksum is {found} over its header, the shard was written with "
                 f"{entry.header_crc32}: it was changed or exchanged since"
             )
-        return data
 
 
 def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:

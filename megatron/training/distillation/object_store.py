@@ -42,6 +42,13 @@ def exists(url: str) -> bool:
     return bool(_attempt("look for the object", url, lambda: client.is_file(key)))
 
 
+def revision(url: str) -> tuple[int, float, str]:
+    """Return bytes, time of the last change in seconds since the epoch, and tag of an object."""
+    client, key = _resolve(url)
+    found = _attempt("look at the object", url, lambda: client.info(key))
+    return found.content_length, found.last_modified.timestamp(), str(found.etag)
+
+
 def list_names(url: str, prefix: str = "") -> list[str]:
     """Return the names directly below *url* that begin with *prefix*, in the store's order.
 

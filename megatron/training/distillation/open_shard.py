@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 from megatron.training.distillation import storage
@@ -212,9 +212,20 @@ class OpenShard:
             member: The member.
             rows: The rows that are wanted, ascending, where rows decode alone; None for all.
         """
+        return self._located(member, lambda: self._decode(member, rows))
+
+    def decode_proven(self, member: MemberRows) -> PackedRows:
+        """Decode all of a member, all bytes of which match what was recorded; errors say where.
+
+        Where rows decode alone, :meth:`decode` checks what it reads and no more.
+        """
+        return self._located(member, lambda: self._decode_proven(member))
+
+    def _located(self, member: MemberRows, decode: Callable[[], PackedRows]) -> PackedRows:
+        """Return what *decode* returns; its errors come with the place."""
         where = f"member {member.entry.name} of teacher shard {self.path}"
         try:
-            found = self._decode(member, rows)
+            return decode()
         except TeacherLayoutError:
             raise
         except CacheFormatError as error:
@@ -223,17 +234,21 @@ class OpenShard:
             raise TeacherDataMissingError(f"The {where} is no longer there: {error}") from error
         except storage.ERRORS as error:
             raise TeacherDataError(f"Cannot read {where}: {error}") from error
-        return found
 
     def _decode(self, member: MemberRows, rows: Sequence[int] | None) -> PackedRows:
-        expected = (member.end - member.start) // self.dp_size
-        max_bytes = self._max_bytes(member)
         if self._framed is not None:
-            return self._framed.decode(member.entry, rows, expected, max_bytes)
+            expected = (member.end - member.start) // self.dp_size
+            return self._framed.decode(member.entry, rows, expected, self._max_bytes(member))
         assert rows is None, rows
+        return self._decode_proven(member)
+
+    def _decode_proven(self, member: MemberRows) -> PackedRows:
+        expected = (member.end - member.start) // self.dp_size
         data = self._read(member.entry, 0, member.entry.size)
         self._check_checksum(member.entry, data)
-        found = self._parse(data, max_bytes)
+        if self._framed is not None:
+            self._framed.check_header(member.entry, data)
+        found = self._parse(data, self._max_bytes(member))
         if found.values.shape[1] != expected:
             raise CacheFormatError(f"it has {found.values.shape[1]} rows, expected {expected}")
         return found

@@ -57,6 +57,18 @@ def plan_publication(new: ShardName, live: Iterable[ShardName]) -> list[Step]:
     return [*steps, Publish(new)]
 
 
+def plan_disjoint(live: Iterable[ShardName]) -> list[Step]:
+    """Return the steps after which no two *live* shards of a DP rank overlap, as a resume takes.
+
+    Args:
+        live: The live shards of the directory, of any DP rank.
+    """
+    by_rank: dict[int, list[ShardName]] = {}
+    for shard in live:
+        by_rank.setdefault(shard.dp_rank, []).append(shard)
+    return [step for _, shards in sorted(by_rank.items()) for step in _plan_repair(shards)[0]]
+
+
 def _plan_repair(live: Iterable[ShardName]) -> tuple[list[Step], list[ShardName]]:
     """Return the steps that make *live* shards of one DP rank disjoint, and what is live then.
 

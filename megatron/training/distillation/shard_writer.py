@@ -5,7 +5,6 @@
 arguments.
 """
 
-import contextlib
 import logging
 import os
 
@@ -20,15 +19,9 @@ from megatron.training.distillation.publication import (
     plan_publication,
 )
 from megatron.training.distillation.shard_content import seal_meta
+from megatron.training.distillation.shard_extraction import extract
 from megatron.training.distillation.storage_retry import retry
-from megatron.training.distillation.utils import (
-    ShardName,
-    parse_member_name,
-    read_member,
-    read_meta_member,
-    read_tar_index,
-    write_shard_tar,
-)
+from megatron.training.distillation.utils import ShardName, write_shard_tar
 
 logger = logging.getLogger(__name__)
 
@@ -90,49 +83,22 @@ def _write_once(
             case Publish():
                 storage.publish(path, lambda stream: write_shard_tar(stream, meta_bytes, members))
             case Extract():
-                _extract(directory, step)
+                _extract_if_sound(directory, step)
             case SetAside(old):
                 stale = storage.set_aside(storage.join(directory, str(old)))
                 logger.info("Shard %s makes room for %s and is now %s.", old, name, stale)
 
 
-def _extract(directory: str, step: Extract) -> None:
-    """Publish the members of a shard that lie in the target's range, byte for byte.
-
-    A shard that is damaged has nothing to keep; it is about to be set aside, which a warning says.
-    """
-    source, target = (storage.join(directory, str(name)) for name in (step.source, step.target))
-    with contextlib.closing(storage.open_read(source)) as stream:
-        try:
-            index = read_tar_index(stream)
-            meta_bytes = read_meta_member(stream, index, source)
-            members: list[tuple[str, Content]] = [
-                (entry.name, read_member(stream, entry))
-                for entry in index
-                if _belongs_to(step.target, entry.name, source)
-            ]
-            meta_bytes = seal_meta(meta_bytes, str(step.target), members)
-        except CacheFormatError as error:
-            logger.warning(
-                "Samples %d to %d were recorded in %s alone, which is damaged (%s): they have to "
-                "be dumped again.",
-                step.target.start,
-                step.target.end - 1,
-                source,
-                error,
-            )
-            return
-    storage.publish(target, lambda out: write_shard_tar(out, meta_bytes, members))
-
-
-def _belongs_to(target: ShardName, member: str, source: str) -> bool:
-    """Return whether the samples of a member of *source* lie in *target*'s range."""
-    span = parse_member_name(member)
-    if span is None or span[1] <= target.start or target.end <= span[0]:
-        return False
-    if target.start <= span[0] and span[1] <= target.end:
-        return True
-    raise ValueError(
-        f"Member {member} of {source} would have to be cut to give {target}: the dump was resumed "
-        "with another global batch size. Resume it with the one it was begun with."
-    )
+def _extract_if_sound(directory: str, step: Extract) -> None:
+    """Extract from a shard that is about to be set aside; a damaged one has nothing to keep."""
+    try:
+        extract(directory, step)
+    except CacheFormatError as error:
+        logger.warning(
+            "Samples %d to %d were recorded in %s alone, which is damaged (%s): they have to be "
+            "dumped again.",
+            step.target.start,
+            step.target.end - 1,
+            storage.join(directory, str(step.source)),
+            error,
+        )

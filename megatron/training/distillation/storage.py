@@ -11,7 +11,7 @@ import errno
 import io
 import os
 from collections.abc import Callable
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
 from megatron.training.distillation import object_store
 
@@ -51,6 +51,17 @@ STALE_SUFFIX = ".stale"
 TMP_SUFFIX = ".tmp"
 
 
+class Revision(NamedTuple):
+    """What tells that a file is still the one that it was."""
+
+    size: int
+    """In bytes."""
+    modified: float
+    """Seconds since the epoch."""
+    tag: str
+    """What the object store calls this content; on a file system the time in nanoseconds."""
+
+
 def is_remote(path: str) -> bool:
     """Return whether *path* lies behind the multi-storage client."""
     return path.startswith(_REMOTE_PREFIX)
@@ -85,6 +96,19 @@ def exists(path: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def revision(path: str) -> Revision:
+    """Return the size of a file, and what changes when it is written again.
+
+    Raises:
+        OSError: There is none, or it cannot be reached.
+    """
+    on_disk = _on_disk(path)
+    if on_disk is None:
+        return Revision(*object_store.revision(path))
+    found = os.stat(on_disk)
+    return Revision(found.st_size, found.st_mtime, str(found.st_mtime_ns))
 
 
 def makedirs(directory: str) -> None:

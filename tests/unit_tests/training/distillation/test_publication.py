@@ -22,6 +22,7 @@ from megatron.training.distillation.publication import (
     Extract,
     Publish,
     SetAside,
+    plan_disjoint,
     plan_publication,
 )
 from megatron.training.distillation.shard_writer import write_batched_tar
@@ -88,6 +89,24 @@ def test_plans(new, live, steps):
 
 
 # ---- killed at every file operation ----------------------------------------------------------
+
+
+def test_shards_are_made_disjoint_rank_by_rank():
+    live = [
+        shard(4, 12),
+        shard(0, 8),
+        shard(0, 8, 1),
+        shard(8, 12, 1),
+        shard(20, 24),
+        shard(20, 22),
+    ]
+    steps = [
+        Extract(shard(0, 8), shard(0, 4)),
+        SetAside(shard(0, 8)),
+        SetAside(shard(20, 22)),
+    ]
+    assert plan_disjoint(live) == steps
+    assert plan_disjoint([shard(0, 4), shard(4, 12), shard(20, 24)]) == []
 
 
 class Killed(BaseException):

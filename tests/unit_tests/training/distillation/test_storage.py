@@ -4,6 +4,7 @@
 import json
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,19 @@ def test_paths():
     assert not storage.is_remote("/data/msc://dir")
     assert storage.join("msc://profile/dir/", "x.tar") == "msc://profile/dir/x.tar"
     assert storage.join("/data/dir/", "x.tar") == "/data/dir/x.tar"
+
+
+def test_a_revision_tells_what_was_written_again(root):
+    path = storage.join(root, "x.tar")
+    with pytest.raises(OSError):
+        storage.revision(path)
+    put(path, b"one")
+    first = storage.revision(path)
+    assert first.size == 3
+    assert abs(first.modified - time.time()) < 60
+    assert storage.revision(path) == first
+    put(path, b"two")
+    assert storage.revision(path) != first
 
 
 def test_publish_read_list_exists(root):
