@@ -38,7 +38,9 @@ class ShardSummary:
         meta: Its metadata without its table of contents; None where there is a problem.
         members: Payloads in it.
         spans: The samples that they cover.
+        sealed: Whether it records its size, its name and its payloads' checksums.
         problem: Why it cannot be read; None if it is structurally sound.
+        unreachable: Whether that is the storage's fault, which may pass, and not the shard's.
     """
 
     file: ShardFile
@@ -46,7 +48,9 @@ class ShardSummary:
     meta: ShardMeta | None = None
     members: int = 0
     spans: tuple[Span, ...] = ()
+    sealed: bool = False
     problem: str | None = None
+    unreachable: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +145,13 @@ def summarize(file: ShardFile) -> ShardSummary:
                 meta=dataclasses.replace(shard.meta, content=None),
                 members=len(shard.members),
                 spans=merge((member.start, member.end) for member in shard.members),
+                sealed=shard.meta.content is not None,
             )
     except (CacheFormatError, *storage.ERRORS) as error:
-        return ShardSummary(file=file, size=_size_of(file), problem=str(error))
+        unreachable = isinstance(error, storage.ERRORS)
+        return ShardSummary(
+            file=file, size=_size_of(file), problem=str(error), unreachable=unreachable
+        )
 
 
 def _size_of(file: ShardFile) -> int:
