@@ -14,12 +14,23 @@ from collections.abc import Sequence
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import TeacherDataError
-from tools.cache.verbs import convert, diff, import_logprobs, info, plan, prompts, report, show
+from tools.cache.verbs import (
+    convert,
+    diff,
+    import_logprobs,
+    info,
+    plan,
+    prompts,
+    report,
+    show,
+    verify,
+)
 
 _VERBS = (
     info,
     show,
     report,
+    verify,
     plan,
     convert,
     diff,
