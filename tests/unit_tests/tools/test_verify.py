@@ -344,7 +344,7 @@ def test_status_of_what_is_no_cache(tmp_path, capsys):
         assert caught.value.code == 2
 
 
-@pytest.mark.parametrize("verb", ["verify"])
+@pytest.mark.parametrize("verb", ["verify", "repair"])
 def test_example_of_the_help_works(cache, monkeypatch, capsys, verb):
     with pytest.raises(SystemExit):
         logits_cache.main([verb, "--help"])
