@@ -24,9 +24,9 @@ MATRIX = (
     "test_tool_import",
     "test_tool_info",
     "test_tool_plan",
+    "test_tool_repair",
     "test_tool_report",
     "test_tool_show",
-    "test_tool_repair",
     "test_tool_verify",
 )
 """Modules whose tests share most dumps and students; those of other modules share but a few."""
