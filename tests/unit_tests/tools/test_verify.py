@@ -2,13 +2,11 @@
 """``verify`` finds every kind of damage, names each shard, and says what to dump again."""
 
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,26 @@ from tools import logits_cache
 from tools.cache.value_checks import Promise, find_fault
 
 ROOT = Path(__file__).parents[3]
+KILLED_AT_40 = """
+import os, signal, sys
+from tools import logits_cache
+from tools.cache.verification_state import VerificationState
+
+parts = []
+add = VerificationState.add
+
+
+def add_or_be_killed(state, verified):
+    add(state, verified)
+    parts.append(verified)
+    if len(parts) == 40:
+        os.killpg(0, signal.SIGKILL)
+
+
+VerificationState.add = add_or_be_killed
+sys.exit(logits_cache.main(sys.argv[1:]))
+"""
+"""A program whose processes are all killed when 40 parts have been verified."""
 SHARED = Path(__file__).parents[4] / "shared" / "reference_caches"
 
 
@@ -417,20 +435,15 @@ def test_a_killed_verification_goes_on(tmp_path, state_home, verify):
     cache = tmp_path / "cache"
     for start in range(0, 2400, 2 * GBS):
         write(cache, 2, 0, start, start + 2 * GBS)
-    command = [sys.executable, "-m", "tools.logits_cache", "verify", str(cache), "--full"]
-    process = subprocess.Popen(
-        [*command, "--jobs", "2"], cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL
+    command = [sys.executable, "-c", KILLED_AT_40, "verify", str(cache), "--full", "--jobs", "2"]
+    process = subprocess.run(
+        command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, timeout=100
     )
-    deadline = time.monotonic() + 60
-    while not (found := list(state_home.rglob("*.jsonl"))) or found[0].stat().st_size < 8000:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    assert process.returncode == -signal.SIGKILL
+    assert list(state_home.rglob("*.jsonl"))
     status, result = verify(cache, "--full")
     assert status == 1  # there is one DP rank of two
-    assert 0 < result["skipped_payloads"] < 600
+    assert result["skipped_payloads"] == 40 * 2
     assert result["skipped_payloads"] + result["verified_payloads"] == 600
     # It came to its end, so that the next one begins anew.
     assert not list(state_home.rglob("*.jsonl"))
