@@ -9,8 +9,10 @@ from megatron.training.distillation.packed_rows import TeacherRows
 from megatron.training.distillation.payload import FORMAT_VERSION, decode_teacher_rows
 from megatron.training.distillation.payload_v3 import decode_framed_payload, encode_framed_payload
 from tests.functional_tests.harness import PADDED_VOCAB
-from tools.cache.conversion import Converted, Target, unmasked
-from tools.cache.converted_cache import convert_cache, shards_of
+from tools.cache.conversion import Converted
+from tools.cache.conversion_target import Target
+from tools.cache.converted_cache import convert_cache, plan_conversion
+from tools.cache.entry_change import unmasked
 
 Payloads = dict[tuple[str, str], bytes]
 """By DP rank (``dp0``) and member name."""
@@ -59,16 +61,8 @@ def decode(payload: bytes, save_format: int) -> TeacherRows:
 
 def convert(source: Path, target: Path, save_format: int) -> Path:
     """Convert all shards of a cache and return *target*."""
-    found = list(
-        convert_cache(
-            str(source),
-            str(target),
-            shards_of(str(source), str(target)),
-            Target(format_version=save_format),
-            jobs=1,
-            spool_dir=None,
-        )
-    )
+    plan = plan_conversion(str(source), str(target), Target(format_version=save_format))
+    found = list(convert_cache(plan, jobs=1, spool_dir=None))
     assert all(isinstance(shard, Converted) for shard in found), found
     return target
 

@@ -23,7 +23,7 @@ from megatron.training.distillation.packed_rows import TeacherRows
 from megatron.training.distillation.shard_directory import live_segments
 from megatron.training.distillation.utils import ShardName
 from tools.cache.cache_files import ShardFile
-from tools.cache.conversion import unmasked
+from tools.cache.entry_change import unmasked
 
 _READ_ERRORS = (CacheFormatError, TeacherDataError, *storage.ERRORS)
 

@@ -81,6 +81,7 @@ class OpenShard:
         walk = self._walk()
         index = list(itertools.islice(walk, 1))
         self.meta = self._read_meta(index)
+        self._meta_entry = index[0]
         self._check_size_and_name()
         located = self._indexed_members(index[0])
         self._has_index = located is not None
@@ -187,6 +188,11 @@ class OpenShard:
         """Bytes of the file."""
         with self._lock:
             return self._stream.seek(0, os.SEEK_END)
+
+    def read_meta(self) -> bytes:
+        """Return the metadata as they are stored."""
+        with self._lock:
+            return read_member(self._stream, self._meta_entry)
 
     @property
     def members(self) -> Sequence[MemberRows]:

@@ -24,7 +24,8 @@ from tests.unit_tests.training.distillation.cache_files import (
     write_shard,
 )
 from tools import logits_cache
-from tools.cache.conversion import Target, digest
+from tools.cache.conversion import digest
+from tools.cache.conversion_target import Target
 
 SHARED = Path(__file__).parents[4] / "shared" / "reference_caches"
 

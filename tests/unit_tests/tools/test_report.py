@@ -24,7 +24,7 @@ from tests.unit_tests.tools.report_caches import teacher_rows, write_teacher_sha
 from tests.unit_tests.training.distillation.cache_files import IDENTIFIERS, write_shard
 from tools import logits_cache
 from tools.cache.cache_files import list_cache
-from tools.cache.conversion import Target, convert_shard
+from tools.cache.conversion import Encoding
 from tools.cache.inventory import ShardSummary, take_inventory
 from tools.cache.report import reencoding
 from tools.cache.report import survey as survey_module
@@ -198,7 +198,7 @@ def test_numbers_are_those_of_all_rows(tmp_path):
 def test_estimated_bytes_are_those_of_rows_encoded_again(version):
     """A size of fewer entries is what the codec makes of rows that have no more."""
     rows, fewer = teacher_rows(1, 8, k=32), teacher_rows(1, 8, k=8)
-    target = Target(format_version=version)
+    target = Encoding(version)
     whole, small = (measure_sizes(each, target, 1 << 17) for each in (rows, fewer))
     assert whole.tokens == 8 * 16
     assert whole.by_k[8] == pytest.approx(small.whole, rel=0.02)  # tails differ
@@ -218,7 +218,7 @@ def test_of_many_entries_some_are_encoded_again(monkeypatch, samples, positions,
     """Whole rows if possible."""
     monkeypatch.setattr(reencoding, "_MOST_ENTRIES", 128 * 12)
     rows = teacher_rows(1, samples, positions=positions)
-    assert measure_sizes(rows, Target(format_version=2), 1 << 17).tokens == tokens
+    assert measure_sizes(rows, Encoding(2), 1 << 17).tokens == tokens
 
 
 @pytest.mark.parametrize("name", ["v1_a", "v1_b", "v2_a", "v2_b", "v2_c"])
@@ -546,11 +546,8 @@ def test_a_cache_on_s3(s3_server, cache, tmp_path, monkeypatch):
 
 def test_a_converted_cache_has_the_same_numbers(tmp_path):
     write_teacher_shard(tmp_path / "v3", 0, 8, dp=2, version=3)
-    (tmp_path / "v2").mkdir()
-    for shard in list_cache(str(tmp_path / "v3")).shards:
-        convert_shard(
-            str(tmp_path / "v3"), str(tmp_path / "v2"), shard.name, Target(format_version=2), None
-        )
+    command = ["convert", str(tmp_path / "v3"), str(tmp_path / "v2"), "--format", "2"]
+    assert logits_cache.main([*command, "--jobs", "1"]) == 0
     pages = []
     for name in ("v3", "v2"):
         report(tmp_path / name, tmp_path / "page.html")

@@ -19,7 +19,8 @@ from megatron.training.distillation.payload import (
     LOGPROB_SENTINEL,
 )
 from megatron.training.distillation.save_format import EIGHT_BIT
-from tools.cache.conversion import Target, encode, unmasked
+from tools.cache.conversion import Encoding, encode
+from tools.cache.entry_change import unmasked
 from tools.cache.report.statistics import P_GRID
 
 _MOST_ENTRIES = 1 << 18
@@ -51,13 +52,13 @@ class Sizes:
         return self
 
 
-def measure_sizes(rows: TeacherRows, target: Target, vocab_size: int) -> Sizes:
+def measure_sizes(rows: TeacherRows, encoding: Encoding, vocab_size: int) -> Sizes:
     """Encode *rows*, of many only some, again with fewer and fewer entries."""
     rows = unmasked(_part(rows))
     positions, samples, k = rows.values.shape
 
     def size(cut: TeacherRows) -> int:
-        return len(encode(cut, target, vocab_size))
+        return len(encode(cut, encoding, vocab_size))
 
     return Sizes(
         tokens=positions * samples,
@@ -80,10 +81,10 @@ def _part(rows: TeacherRows) -> TeacherRows:
     )
 
 
-def target_of(format_version: int, save_dtype: str | None) -> Target:
+def encoding_of(format_version: int, save_dtype: str | None) -> Encoding:
     """Return the encoding of a cache; that of format 2 for v1, which is written no more."""
     version = max(format_version, FORMAT_VERSION)
-    return Target(format_version=version, eight_bit=save_dtype == EIGHT_BIT)
+    return Encoding(version, save_dtype == EIGHT_BIT)
 
 
 def _measured_k(k: int) -> list[int]:

@@ -16,7 +16,7 @@ from megatron.training.distillation.packed_rows import TeacherRows
 from megatron.training.distillation.payload import MAX_VOCAB_SIZE
 from tools.cache.inventory import Inventory
 from tools.cache.processes import in_processes
-from tools.cache.report.reencoding import Sizes, measure_sizes, target_of
+from tools.cache.report.reencoding import Sizes, encoding_of, measure_sizes
 from tools.cache.report.sampling import Payload, spread_payloads, spread_rows
 from tools.cache.report.statistics import Statistics
 
@@ -215,7 +215,7 @@ def _sizes(shard: OpenShard, rows: TeacherRows) -> Sizes:
     saver, manifest = shard.meta.saver, shard.meta.manifest
     vocab_size = None if manifest is None else manifest.padded_vocab_size or manifest.vocab_size
     return measure_sizes(
-        rows, target_of(saver.format_version, saver.save_dtype), vocab_size or MAX_VOCAB_SIZE
+        rows, encoding_of(saver.format_version, saver.save_dtype), vocab_size or MAX_VOCAB_SIZE
     )
 
 
