@@ -6,10 +6,12 @@ import contextlib
 import errno
 import io
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+KILL = "SIGKILL"
 _RECORD_BYTES = 256
 _PATH_CALLS = ("listdir", "mkdir", "open", "rename", "replace", "scandir", "stat", "unlink")
 _DESCRIPTOR_CALLS = ("fsync", "close")
@@ -23,10 +25,11 @@ class FileFaults:
     Args:
         path: What a file's path contains if it counts.
         record: File that gets one record per counted operation.
-        first_failing: The operation, by its number in *record*, from which on all fail.
+        first_failing: The operation, by its number in *record* (a regular file then), from which on
+            all fail.
         only: Fail at that operation alone.
         each_once: Instead, every operation on every file fails the first time.
-        error: Name of the error number that they fail with.
+        error: Name of the error number that they fail with; or SIGKILL, which ends the process.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class FileFaults:
         self._first_failing = first_failing
         self._only = only
         self._each_once = each_once
-        self._errno = getattr(errno, error)
+        self._errno = None if error == KILL else getattr(errno, error)
         self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._seen: set[str] = set()
         self._open = builtins.open
@@ -80,7 +83,9 @@ class FileFaults:
         if self._each_once:
             fails = what not in self._seen
             self._seen.add(what)
-        if fails:
+        if fails and self._errno is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fails:
             raise OSError(self._errno, os.strerror(self._errno), path)
 
     def _of_path(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,8 @@ DUMP_GLOBAL_BATCH = 4
 DUMP_ITERATIONS = SAMPLES // DUMP_GLOBAL_BATCH
 FLUSH_INTERVAL = 4
 ASYNC_SAVE = ["--async-save", "--use-persistent-ckpt-worker"]
+STRATEGIES = ("mcore", "nvrx")
+"""Whose checkpoint workers can write a dump; Megatron's default is nvidia-resiliency-ext's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional_tests.cases import Workshop
+from tests.functional_tests.cases import STRATEGIES, Workshop
 from tests.functional_tests.failing_jobs import FailingJobs
 from tests.functional_tests.harness import JobRunner
 
@@ -84,6 +84,14 @@ def workshop(jobs: JobRunner, pytestconfig: pytest.Config) -> Workshop:
 @pytest.fixture(scope="session")
 def failing_jobs(jobs: JobRunner) -> FailingJobs:
     return FailingJobs(jobs)
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> list[str]:
+    """Give the flags of a checkpoint strategy; skips that of a package that is not installed."""
+    if request.param == "nvrx":
+        pytest.importorskip("nvidia_resiliency_ext")
+    return ["--async-strategy", request.param]
 
 
 @pytest.fixture

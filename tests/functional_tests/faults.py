@@ -27,9 +27,9 @@ class Faults:
         in_worker: Whether they count in the rank's checkpoint worker, and not in the rank itself
             and its loaders.
         record: See :class:`FileFaults`, as for the next three.
-        first_failing: The operation from which on all fail.
+        first_failing: The operation from which on all fail; needs a record.
         each_once: Instead, every operation fails once.
-        error: Name of the error number.
+        error: Name of the error number, or :data:`tests.file_faults.KILL`.
         patience: Seconds for which an operation is tried again; None as the product has it.
         unencodable: Iteration of this rank, counted from 0, that cannot be encoded.
     """

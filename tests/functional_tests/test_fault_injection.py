@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.file_faults import recorded_operations
+from tests.file_faults import KILL, recorded_operations
 from tests.functional_tests.cases import (
     DUMP_GLOBAL_BATCH,
     DUMPS,
@@ -39,7 +39,9 @@ PUBLICATION = [
 
 
 @pytest.fixture
-def dump(workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path) -> DisturbedDump:
+def dump(
+    workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path, strategy: list[str]
+) -> DisturbedDump:
     return DisturbedDump(
         workshop,
         failing_jobs,
@@ -48,6 +50,7 @@ def dump(workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path) -> Distu
         cache=tmp_path / "cache",
         save=tmp_path / "save",
         undisturbed=workshop.dump("tp1").cache,
+        flags=strategy,
     )
 
 
@@ -82,6 +85,36 @@ def test_operations_that_fail_once_are_tried_again(dump: DisturbedDump) -> None:
     # file: list, open, fsync and with it close.
     assert len(retried) == 2 * 4 + 3
     assert set(retried) == {f"{dump.cache}/{name}" for name in ("dp0__0-16.tar", WINDOW)}
+
+
+def test_worker_that_is_killed_before_its_first_window(dump: DisturbedDump, tmp_path: Path) -> None:
+    """By the checkpoint, which comes before."""
+    record = tmp_path / "record"
+    faults = Faults(path=str(dump.save), record=str(record), first_failing=0, error=KILL)
+    dump.fail("checkpoint worker process has ended before that", **faults.options())
+    (operation,) = recorded_operations(record)
+    assert operation.endswith("__0_0.distcp")
+    assert dump.confirmed() == 0
+    assert not list(Path(dump.cache).iterdir())
+    dump.resume()
+
+
+def test_checkpoint_that_cannot_be_written(
+    failing_jobs: FailingJobs, dump: DisturbedDump, strategy: list[str], tmp_path: Path
+) -> None:
+    """Its window can be, and nothing of it is confirmed."""
+    record = tmp_path / "record"
+    faults = Faults(path=str(dump.save), record=str(record), first_failing=0, error="ENOSPC")
+    job = failing_jobs.run(
+        f"dump-{strategy[-1]}-without-its-checkpoint",
+        dump.arguments,
+        says="No space left on device",
+        **faults.options(),
+    )
+    assert "LogitsWriteError" not in job.log
+    assert dump.confirmed() == 0
+    dump.check_kept()
+    dump.resume()
 
 
 def test_iteration_that_cannot_be_encoded(

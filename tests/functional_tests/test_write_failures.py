@@ -43,7 +43,11 @@ def long_cache(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def long_dump(
-    workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path, long_cache: Path
+    workshop: Workshop,
+    failing_jobs: FailingJobs,
+    tmp_path: Path,
+    long_cache: Path,
+    strategy: list[str],
 ) -> MakeDump:
     """Make a long dump that is to be disturbed, by its name and directory."""
 
@@ -58,6 +62,7 @@ def long_dump(
             undisturbed=long_cache,
             iterations=LONG_ITERATIONS,
             save_interval=LONG_INTERVAL,
+            flags=strategy,
         )
 
     return make
@@ -67,7 +72,7 @@ def long_dump(
 
 
 def test_failure_in_the_last_flush_ends_all_ranks(
-    workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path
+    workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path, strategy: list[str]
 ) -> None:
     """One of two ranks cannot write; the only flush is the last, where the trainer waits for it."""
     cache = tmp_path / "cache"
@@ -80,6 +85,7 @@ def test_failure_in_the_last_flush_ends_all_ranks(
         save=tmp_path / "save",
         undisturbed=workshop.dump("dp2").cache,
         save_interval=DUMP_ITERATIONS,
+        flags=strategy,
     )
     shard = cache / f"dp1__0-{SAMPLES}.tar"
 
@@ -98,7 +104,9 @@ def test_failure_in_the_last_flush_ends_all_ranks(
     dump.resume()
 
 
-def test_full_disk(workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path) -> None:
+def test_full_disk(
+    workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path, strategy: list[str]
+) -> None:
     """The second windows do not fit: the dump gives up; the next waits until there is room."""
     whole = workshop.dump("dp2").cache
     page = os.sysconf("SC_PAGE_SIZE")
@@ -113,6 +121,7 @@ def test_full_disk(workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path
             cache=disk.path,
             save=tmp_path / "save",
             undisturbed=whole,
+            flags=strategy,
         )
         impatient = Faults(patience=3.0).options()
         job = dump.fail("No space left on device", **impatient)
@@ -194,8 +203,9 @@ def test_killed_rank(
     def kill_rank(job: RunningJob) -> None:
         found = job.wait_for(workers, "its workers wrote")
         job.wait_to_confirm(dump.save)
-        # It has its worker from a fork server.
-        os.kill(parent_of(parent_of(found[-1])), signal.SIGKILL)
+        rank = parent_of(found[-1])
+        # megatron-core has its worker from a fork server.
+        os.kill(parent_of(rank) if "mcore" in dump.arguments else rank, signal.SIGKILL)
 
     job = failing_jobs.run(
         "dump-loses-a-rank-0",

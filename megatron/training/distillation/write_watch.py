@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -38,6 +39,7 @@ POLL_SECONDS = 0.5
 _RECORD_BYTES = 16
 _SECONDS_TO_FOLLOW = 10.0
 _TRAINER_WATCH = "logits-trainer-watch"
+_QUEUE_MODULE = "megatron.training.async_utils"
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,14 +279,22 @@ class WriteWatch:
     def _run(self) -> None:
         """Look until no window waits any more, or one is lost."""
         while not self._stopped.wait(self._poll_seconds):
-            with self._lock:
-                # Looked at first: a worker that has ended can have reported until then.
-                gone = self._worker_is_gone()
-                window = self._oldest_waiting()
-                if window is None:
-                    self._thread = None
-                    return
-            error = self._loss(window.description, gone)
+            try:
+                with self._lock:
+                    # Looked at first: a worker that has ended can have reported until then.
+                    gone = self._worker_is_gone()
+                    window = self._oldest_waiting()
+                    if window is None:
+                        self._thread = None
+                        return
+                error = self._loss(window.description, gone)
+            except OSError as problem:
+                # If this thread ended, a lost window would have the trainer wait for ever.
+                error = LogitsWriteError(
+                    "What becomes of the windows of the logits dump can no longer be told, for the "
+                    f"checkpoint worker's reports cannot be read: {problem}. Start the job again "
+                    "when the cause is gone: it goes on from the last confirmed checkpoint."
+                )
             if error is not None:
                 self._end(error)
                 return
@@ -318,10 +328,10 @@ class WriteWatch:
     def _worker_is_gone(self) -> bool:
         """Return whether the worker that has the waiting windows was there and has ended.
 
-        megatron-core knows its worker from the start. That of another checkpoint strategy is known
-        once it has begun a window.
+        The trainer knows its worker from the start; without that, one is known once it has begun a
+        window.
         """
-        process = PersistentAsyncCaller._persistent_process
+        process = _worker_of_trainer()
         pid = self.reports.worker() if process is None else process.pid
         if pid is None:
             return False
@@ -346,6 +356,19 @@ class WriteWatch:
         if self._worker_fd is not None:
             os.close(self._worker_fd)
             self._worker_fd = None
+
+
+def _worker_of_trainer() -> BaseProcess | None:
+    """Return the persistent checkpoint worker of this process; None if it has none now.
+
+    megatron-core keeps it with a class, nvidia-resiliency-ext with the queue that the trainer has.
+    """
+    process: BaseProcess | None = PersistentAsyncCaller._persistent_process
+    if process is None:
+        # Where there is a queue the trainer has been imported; a worker has no need of it.
+        queue = getattr(sys.modules.get(_QUEUE_MODULE), "_async_calls_queue", None)
+        process = getattr(getattr(queue, "persistent_caller", None), "process", None)
+    return process
 
 
 def end_process(error: LogitsWriteError) -> None:

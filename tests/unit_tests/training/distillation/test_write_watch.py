@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+from megatron.training import async_utils
 from megatron.training.distillation import write_watch
 from megatron.training.distillation.errors import LogitsWriteError
 from megatron.training.distillation.write_watch import (
@@ -143,12 +145,17 @@ def test_killed_worker_ends_the_process(watch: WriteWatch, ending: Ending) -> No
     assert "has ended" in message
 
 
+@pytest.mark.parametrize("strategy", ["mcore", "nvrx"])
 def test_worker_that_died_before_its_first_window_is_known(
-    watch: WriteWatch, ending: Ending, monkeypatch: pytest.MonkeyPatch
+    watch: WriteWatch, ending: Ending, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    """It may die in a checkpoint's own request; megatron-core knows its process."""
+    """It may die in a checkpoint's own request; the trainer knows its process."""
     process = worker(time.sleep, SECONDS)
-    monkeypatch.setattr(PersistentAsyncCaller, "_persistent_process", process)
+    if strategy == "mcore":
+        monkeypatch.setattr(PersistentAsyncCaller, "_persistent_process", process)
+    else:
+        queue = SimpleNamespace(persistent_caller=SimpleNamespace(process=process))
+        monkeypatch.setattr(async_utils, "_async_calls_queue", queue)
     watch.hand_over("samples 0 to 3")
     time.sleep(0.1)
     assert ending.errors == []
@@ -327,6 +334,18 @@ def test_report_that_cannot_be_written_is_a_lost_window(
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_process", process)
     assert "worker process has ended" in ending.wait()
     assert recorded_operations(record)[: number + 1] == REPORT[: number + 1]
+
+
+@pytest.mark.parametrize("report", ["worker", "finished", "failed"])
+def test_report_that_cannot_be_read_ends_the_process(
+    watch: WriteWatch, ending: Ending, tmp_path: Path, report: str
+) -> None:
+    watch.hand_over("The window of samples 0 to 3")
+    path = str(watch.reports.directory / report)
+    with FileFaults(path, tmp_path / "record", first_failing=0):
+        message = ending.wait()
+    assert "reports cannot be read: [Errno 13] Permission denied" in message
+    assert path in message
 
 
 def _join_group(group: int, then: Callable[..., object], *args: Any) -> None:
