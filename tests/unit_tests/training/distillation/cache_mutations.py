@@ -164,7 +164,7 @@ class Mutator:
         def change(content: dict[str, Any]) -> None:
             index = content["index"]
             entry = rng.choice(index)
-            place = rng.randrange(3)
+            place = rng.randrange(len(entry))
             match rng.randrange(4):
                 case 0:
                     entry[place] = rng.choice((0, 1, 4, 8, 16, 511, 512, 513, 1 << 40, -1, None))
