@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tests.functional_tests import wandb_stand_in
 from tests.functional_tests.caches import convert
 from tests.functional_tests.corpus import write_corpus
 from tests.functional_tests.harness import (
@@ -181,6 +182,7 @@ class DumpRun:
     record: Path
     oracle: DumpOracle = field(repr=False)
     tensorboard: Path
+    wandb: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,12 +299,14 @@ class Workshop:
         place = self.directory / f"dump-{name}"
         cache, save, record = place / "cache", place / "save", place / "record"
         arguments = self.dump_arguments(case, cache, save)
+        arguments += ["--tensorboard-dir", str(place / "tensorboard")]
         job = self.jobs.run(
             f"dump-{name}",
-            [*arguments, "--tensorboard-dir", str(place / "tensorboard")],
+            [*arguments, *wandb_stand_in.flags(place / "wandb")],
             ranks=case.ranks,
             record=record,
             crosscheck=case.crosscheck,
+            env={wandb_stand_in.VARIABLE: "1"},
         )
         return DumpRun(
             job=job,
@@ -311,6 +315,7 @@ class Workshop:
             record=record,
             oracle=DumpOracle(record, case.settings),
             tensorboard=place / "tensorboard",
+            wandb=place / "wandb",
         )
 
     def _make_student(self, name: str) -> StudentRun:

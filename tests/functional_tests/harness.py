@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.functional_tests.launcher import REPOSITORY_ROOT, start_torchrun
@@ -205,6 +206,17 @@ def curves(directory: Path) -> dict[str, dict[int, float]]:
         found[name] = {scalar.step: scalar.value for scalar in scalars}
         assert len(found[name]) == len(scalars), f"{name} has a step twice"
     return found
+
+
+def check_same_curves(
+    tensorboard: Mapping[str, Mapping[int, float]],
+    wandb: Mapping[str, Mapping[int, float]],
+    names: set[str],
+) -> None:
+    """Check that W&B has the curves of these names, as TensorBoard has them in single precision."""
+    assert names <= tensorboard.keys()
+    for name in names:
+        assert wandb[name] == pytest.approx(tensorboard[name], rel=1e-6), name
 
 
 def batch(micro: int, global_: int, iterations: int) -> list[str]:

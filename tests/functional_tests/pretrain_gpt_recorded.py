@@ -18,8 +18,10 @@ if __name__ == "__main__":
     from pretrain_common import run_pretraining
     from tests.functional_tests.parts import attention, norm
     from tests.functional_tests.recorders import install_recorders
+    from tests.functional_tests.wandb_stand_in import install_where_asked
 
     attention.install()
     norm.install()
     install_recorders()
+    install_where_asked()
     run_pretraining(gpt_config_from_args, program_start=_PROGRAM_START)

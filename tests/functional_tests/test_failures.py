@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.functional_tests import wandb_stand_in
 from tests.functional_tests.cases import DUMP_GLOBAL_BATCH, DUMP_ITERATIONS, Student, Workshop
-from tests.functional_tests.harness import curves
+from tests.functional_tests.harness import check_same_curves, curves
 from tests.functional_tests.recorders import Record, load_records
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
@@ -72,8 +73,15 @@ def test_ignored_errors_fall_back_together_and_recover(
     arguments = workshop.student_arguments(AS_DUMPED, cache)
     arguments += ["--logits-load-ignore-errors"]
     arguments += ["--tensorboard-dir", str(tmp_path / "tensorboard")]
+    arguments += wandb_stand_in.flags(tmp_path / "wandb")
     record = tmp_path / "record"
-    job = workshop.jobs.run("student-ignores-errors", arguments, ranks=2, record=record)
+    job = workshop.jobs.run(
+        "student-ignores-errors",
+        arguments,
+        ranks=2,
+        record=record,
+        env={wandb_stand_in.VARIABLE: "1"},
+    )
     without_targets = {
         (entry["start"], entry["dp_rank"])
         for entry in load_records(record)
@@ -92,7 +100,10 @@ def test_ignored_errors_fall_back_together_and_recover(
     assert counts == [("8", "1"), ("28", "2")]
     assert str(cache / DAMAGED_SHARD) in job.log
     assert str(cut) in job.log
-    check_curves(curves(tmp_path / "tensorboard"), load_records(record), skipped)
+    found = curves(tmp_path / "tensorboard")
+    check_curves(found, load_records(record), skipped)
+    own = {name for name in found if name.startswith("kd-")}
+    check_same_curves(found, wandb_stand_in.history(tmp_path / "wandb"), own)
     # The rank that writes the curves says the same in the log, once an iteration.
     assert len(re.findall(r"distillation at iteration +\d+ \| kd-", job.of_rank(1))) == (
         DUMP_ITERATIONS

@@ -20,9 +20,16 @@ from tests.functional_tests.cases import (
     Workshop,
 )
 from tests.functional_tests.checkpoints import latest_iteration, load_weights
-from tests.functional_tests.harness import NO_EVALUATION, JobResult, batch, curves
+from tests.functional_tests.harness import (
+    NO_EVALUATION,
+    JobResult,
+    batch,
+    check_same_curves,
+    curves,
+)
 from tests.functional_tests.oracle import check_targets, labels_key
 from tests.functional_tests.recorders import load_records
+from tests.functional_tests.wandb_stand_in import history
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
@@ -182,6 +189,20 @@ def test_flushes_are_logged_for_all_ranks(workshop: Workshop, name: str) -> None
         [start, start + window - 1, (start // window + 1) * FLUSH_INTERVAL, window]
         for start in range(0, SAMPLES, window)
     ]
+
+
+@pytest.mark.parametrize("name", ["tp2", "dp2"])
+def test_wandb_gets_the_same_curves(workshop: Workshop, name: str) -> None:
+    dump = workshop.dump(name)
+    assert dump.wandb is not None
+    check_same_curves(
+        curves(dump.tensorboard),
+        history(dump.wandb),
+        {
+            *("logits-flush-bytes", "logits-waiting-bytes", "logits-held-bytes"),
+            *("logits-flush-wait", "logits-kept-mass", "avg-logprobs-kept"),
+        },
+    )
 
 
 def test_dump_without_its_checkpoint_stops(workshop: Workshop, tmp_path: Path) -> None:
