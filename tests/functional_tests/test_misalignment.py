@@ -6,15 +6,18 @@
 
 import io
 import json
+import re
 import shutil
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.cases import Student, Workshop
+from tests.functional_tests.cases import DUMPS, Student, Workshop
 from tests.functional_tests.corpus import write_corpus
-from tests.functional_tests.harness import JobResult
+from tests.functional_tests.harness import JobResult, batch
+from tests.functional_tests.oracle import check_targets
+from tests.functional_tests.recorders import load_records
 
 pytestmark = [pytest.mark.functional, pytest.mark.timeout(600)]
 
@@ -44,12 +47,81 @@ def test_another_seed_stops_where_the_hash_is_ignored(workshop: Workshop) -> Non
     check_stopped(job, 0, {0: 0, 1: 1})
 
 
-def test_other_tokens_under_the_same_name_stop(workshop: Workshop, tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / workshop.corpus.name, seed=1)
+@pytest.mark.parametrize("change", [{"seed": 1}, {"shift": 1}], ids=["other", "shifted by one"])
+def test_other_tokens_under_the_same_name_stop(
+    workshop: Workshop, tmp_path: Path, change: dict[str, int]
+) -> None:
+    corpus = write_corpus(tmp_path / workshop.corpus.name, **change)
     arguments = workshop.student_arguments(AS_DUMPED, workshop.cache("dp2", 3))
     arguments += ["--data-path", str(corpus)]
-    job = workshop.jobs.run("student-other-corpus", arguments, ranks=2, succeeds=False)
+    name = f"student-corpus-{'-'.join(change)}"
+    job = workshop.jobs.run(name, arguments, ranks=2, succeeds=False)
     check_stopped(job, 0, {0: 0, 1: 1})
+
+
+OTHER_RUNS = {
+    # Megatron makes no blend without samples for evaluation.
+    "blend": (
+        "--data-path 0.5 {corpus} 0.5 {corpus} --eval-iters 1",
+        r"its blend is .*, here it is .*\[0\.5,\"corpus\"\],\[0\.5,\"corpus\"\]",
+    ),
+    "number of samples": ("--train-iters 9", "its train_samples is 32, here it is 36"),
+    "tokenizer": (
+        "--vocab-size 94",
+        "its vocab_size is 95, here it is 94; its tokenizer is .*, here it is ",
+    ),
+    "split": ("--split 50,50,0", 'its split is "80,20,0", here it is "50,50,0"'),
+    "longer sequences": (
+        "--seq-length 32 --max-position-embeddings 32",
+        "its sequence_length is 16, here it is 32",
+    ),
+    "sampler": ("--dataloader-type cyclic", "--dataloader-type cyclic is not supported"),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_RUNS)
+def test_another_run_is_stopped_by_name(workshop: Workshop, change: str) -> None:
+    flags, named = OTHER_RUNS[change]
+    arguments = workshop.student_arguments(AS_DUMPED, workshop.cache("dp2", 3))
+    arguments += [*flags.format(corpus=workshop.corpus).split(), "--logits-load-ignore-errors"]
+    name = f"student-other-{change.replace(' ', '-')}"
+    job = workshop.jobs.run(name, arguments, ranks=2, succeeds=False)
+    assert re.search(named, job.log), job.tail()
+    assert not job.iterations()
+
+
+def test_batch_size_that_changes_on_resume(workshop: Workshop, tmp_path: Path) -> None:
+    """A dump stops; a student goes on, at a sample where no batch of the teacher begins or ends."""
+    arguments = workshop.dump_arguments(DUMPS["tp1"], tmp_path / "cache", tmp_path / "save")
+    workshop.jobs.run("dump-of-fours", [*arguments, "--exit-interval", "4"])
+    arguments += batch(1, 8, 4)
+    job = workshop.jobs.run("dump-of-eights", arguments, succeeds=False)
+    assert f"The dump cannot start in {tmp_path / 'cache'}" in job.log
+    assert "--global-batch-size is 4 there, 8 here" in job.log
+
+    def student(global_batch: int) -> list[str]:
+        case = Student(dump="tp1", global_batch=global_batch)
+        arguments = workshop.student_arguments(case, workshop.cache("tp1", 2))
+        save = str(tmp_path / "student")
+        return [*arguments, "--load", save, "--save", save, "--save-interval", "1000"]
+
+    workshop.jobs.run("student-of-twos", [*student(2), "--exit-interval", "7"])
+    # Megatron counts iterations on: this is the eighth of eight.
+    job = workshop.jobs.run("student-of-fours", student(4), record=tmp_path / "record")
+    (start,) = {record["start"] for record in load_records(tmp_path / "record")}
+    assert start == 14
+    assert check_targets(workshop.dump("tp1").oracle, load_records(tmp_path / "record")).rows == 4
+    assert "without proof" not in job.log
+
+
+def test_shard_of_another_dump_is_named(workshop: Workshop, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(workshop.cache("dp2", 2), cache)
+    shutil.copy(workshop.cache("tp1", 3) / "dp0__16-32.tar", cache)
+    arguments = [*workshop.student_arguments(AS_DUMPED, cache), "--logits-load-ignore-errors"]
+    job = workshop.jobs.run("student-mixed", arguments, ranks=2, succeeds=False)
+    assert re.search(rf"MixedCacheError: .*{cache}.*belongs to another dump than {cache}/", job.log)
+    assert re.search("its k is (12, there it is 60|60, there it is 12)", job.log)
 
 
 def break_seal(source: Path, target: Path) -> None:
@@ -70,7 +142,7 @@ def break_seal(source: Path, target: Path) -> None:
 
 
 def test_shards_swapped_between_ranks_stop(workshop: Workshop, tmp_path: Path) -> None:
-    """As in a cache of an earlier version: a sealed shard would not even be opened."""
+    """As in a cache of an earlier version."""
     cache, dumped = tmp_path / "cache", workshop.cache("dp2", 3)
     shutil.copytree(dumped, cache)
     first, second = "dp0__16-32.tar", "dp1__16-32.tar"
@@ -79,3 +151,17 @@ def test_shards_swapped_between_ranks_stop(workshop: Workshop, tmp_path: Path) -
     arguments = [*workshop.student_arguments(AS_DUMPED, cache), *IGNORING]
     job = workshop.jobs.run("student-swapped", arguments, ranks=2, succeeds=False)
     check_stopped(job, 16, {0: 16, 1: 17})
+
+
+def test_sealed_shard_of_another_rank_is_not_opened(workshop: Workshop, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(workshop.cache("dp2", 2), cache)
+    first, second = cache / "dp0__0-16.tar", cache / "dp1__0-16.tar"
+    first.replace(tmp_path / "first")
+    second.replace(first)
+    (tmp_path / "first").replace(second)
+    arguments = workshop.student_arguments(AS_DUMPED, cache)
+    job = workshop.jobs.run("student-swapped-sealed", arguments, ranks=2, succeeds=False)
+    assert not job.iterations()
+    assert re.search(rf"CacheFormatError: .*{cache}/dp[01]__0-16.tar", job.log)
+    assert re.search("dp0__0-16.tar.* dp1__0-16.tar|dp1__0-16.tar.* dp0__0-16.tar", job.log)
