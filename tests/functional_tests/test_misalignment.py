@@ -75,6 +75,7 @@ OTHER_RUNS = {
         "--seq-length 32 --max-position-embeddings 32",
         "its sequence_length is 16, here it is 32",
     ),
+    "shorter sequences": ("--seq-length 8", "the student's 8: .* nothing would prove that"),
     "sampler": ("--dataloader-type cyclic", "--dataloader-type cyclic is not supported"),
 }
 

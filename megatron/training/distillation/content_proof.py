@@ -27,7 +27,7 @@ _NO_LABELS = (
 )
 _NO_FINGERPRINTS = (
     "its rows have no label fingerprints (format v1, another program's or an earlier version's "
-    f"cache), or are trimmed to at most {CHUNK} tokens, too few to compare"
+    "cache)"
 )
 
 

@@ -92,8 +92,21 @@ class RowAssembler:
     def _block_layout(
         self, payloads: list[PackedRows], stored: int, chunks: list[slice]
     ) -> BlockLayout:
-        """Return the layout of the blocks; only what all *payloads* have has a place in it."""
+        """Return the layout of the blocks; only what all *payloads* have has a place in it.
+
+        Raises:
+            TeacherSequenceError: Nothing would be left to prove the targets with.
+        """
         proven = all(payload.label_fingerprints is not None for payload in payloads)
+        needed = self._layout.seq_length or stored
+        compared = comparable_chunks(stored, needed) if proven else 0
+        if proven and compared == 0:
+            raise TeacherSequenceError(
+                f"The teacher sequences in {self._cache} have {stored} tokens, the student's "
+                f"{needed}: of sequences that are trimmed to {CHUNK} tokens or fewer no labels "
+                "can be compared, so nothing would prove that the targets belong to the "
+                f"student's samples. Use --seq-length {stored}, or at least {CHUNK + 1}."
+            )
         return BlockLayout(
             positions=sum(chunk.stop - chunk.start for chunk in chunks),
             samples=self._layout.mbs,
@@ -101,7 +114,7 @@ class RowAssembler:
             high_planes=max(payload.high_planes for payload in payloads),
             dtype=payloads[0].values.dtype,
             has_tail=all(payload.tail_logprob is not None for payload in payloads),
-            chunks=comparable_chunks(stored, self._layout.seq_length or stored) if proven else 0,
+            chunks=compared,
         )
 
     def _copy(

@@ -21,6 +21,7 @@ import zstandard
 
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 from megatron.training.distillation import open_shard, shard_directory, storage, utils
+from megatron.training.distillation.errors import TeacherSequenceError
 from megatron.training.distillation.open_shard import OpenShard
 from megatron.training.distillation.shard_reader import (
     IterationFailure,
@@ -401,7 +402,7 @@ def write_fingerprinted(root: Path, seq: int, without: int | None = None) -> Non
 
 @pytest.mark.parametrize(
     ("seq", "length", "chunks"),
-    [(16, None, 1), (16, 16, 1), (16, 8, 0), (160, 160, 3), (160, 128, 1), (192, 160, 2)],
+    [(16, None, 1), (16, 16, 1), (160, 160, 3), (160, 128, 1), (192, 160, 2)],
 )
 @pytest.mark.parametrize("wanted", [layout(), layout(2, 2, 8, rank=1), layout(1, 2, 8)])
 @pytest.mark.parametrize("cp_rank", [None, 0, 1])
@@ -410,14 +411,25 @@ def test_fingerprints_come_whole_with_their_rows(tmp_path, seq, length, chunks, 
     write_fingerprinted(tmp_path, seq)
     cp = {} if cp_rank is None else {"cp_rank": cp_rank, "cp_size": 2}
     wanted = dataclasses.replace(wanted, seq_length=length, **cp)
-    for item in read(tmp_path, wanted)[:-1]:
+    items = read(tmp_path, wanted)[:-1]
+    assert len(items) == 8 // wanted.gbs
+    for item in items:
         for m, rows in enumerate(item.microbatches):
             first = item.start + (m * wanted.dp_size + wanted.dp_rank) * wanted.mbs
-            if chunks == 0:
-                assert rows.label_fingerprints is None
-                continue
             expected = [fingerprints_of(first + i, chunks) for i in range(wanted.mbs)]
             assert torch.equal(rows.label_fingerprints, torch.stack(expected, dim=1))
+
+
+@pytest.mark.parametrize(("seq", "length"), [(16, 8), (65, 64), (160, 64)])
+def test_sequences_too_short_to_prove_are_refused(tmp_path, seq, length):
+    write_fingerprinted(tmp_path, seq)
+    (failure,) = read(tmp_path, layout(seq_length=length))
+    assert failure.fatal
+    assert isinstance(failure.error, TeacherSequenceError)
+    assert f"{seq} tokens, the student's {length}" in str(failure.error)
+    assert "nothing would prove" in str(failure.error)
+    (item, *_) = read(tmp_path, layout(seq_length=seq))
+    assert item.microbatches[0].label_fingerprints is not None
 
 
 def test_batch_with_a_member_without_fingerprints_has_none(tmp_path):
