@@ -28,6 +28,7 @@ class Faults:
             and its loaders.
         record: See :class:`FileFaults`, as for the next three.
         first_failing: The operation from which on all fail; needs a record.
+        only: Fail at that operation alone.
         each_once: Instead, every operation fails once.
         error: Name of the error number, or :data:`tests.file_faults.KILL`.
         patience: Seconds for which an operation is tried again; None as the product has it.
@@ -39,6 +40,7 @@ class Faults:
     in_worker: bool = True
     record: str = os.devnull
     first_failing: int | None = None
+    only: bool = False
     each_once: bool = False
     error: str = "EACCES"
     patience: float | None = None
@@ -74,6 +76,7 @@ def install_faults(*, in_worker: bool) -> None:
             faults.path,
             faults.record,
             first_failing=faults.first_failing,
+            only=faults.only,
             each_once=faults.each_once,
             error=faults.error,
         ).install()
