@@ -4,6 +4,7 @@
 An operation that fails goes on failing, for the test decides in the job's environment.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -36,6 +37,16 @@ PUBLICATION = [
     "close cache",
 ]
 """What the checkpoint worker does, in this order, to make a window appear."""
+OLD_SHARD = "dp0__8-16.tar"
+MAKING_ROOM = [
+    f"read {OLD_SHARD}",
+    "write dp0__12-16.tar.tmp",
+    f"stat {OLD_SHARD}.stale",
+    f"rename {OLD_SHARD}",
+]
+"""Some of what it does before that, where an old shard is in the way."""
+ALL = "LOGITS_ALL_FAULTS" in os.environ
+"""Whether all operations that make room fail in turn, and not only some of them."""
 
 
 @pytest.fixture
@@ -75,6 +86,51 @@ def test_every_operation_on_the_files_of_a_window(
     # The content may take several writes.
     assert list(dict.fromkeys(operations)) == PUBLICATION
     dump.resume()
+
+
+def test_operations_that_make_room_for_a_window(
+    workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path
+) -> None:
+    """A dump goes back to an older checkpoint and cuts the shard that is in its way."""
+    begun = tmp_path / "begun"
+    arguments = workshop.dump_arguments(
+        DUMPS["tp1"], begun / "cache", begun / "save", save_interval=2
+    )
+    workshop.jobs.run("dump-to-go-back", [*arguments, "--exit-interval", "4"])
+    (begun / "save" / "latest_checkpointed_iteration.txt").write_text("2")
+
+    def dump(name: str) -> DisturbedDump:
+        place = tmp_path / name
+        shutil.copytree(begun, place)
+        return DisturbedDump(
+            workshop,
+            failing_jobs,
+            f"dump-makes-room-{name}",
+            case=DUMPS["tp1"],
+            cache=place / "cache",
+            save=place / "save",
+            undisturbed=workshop.dump("tp1").cache,
+            save_interval=3,
+        )
+
+    whole, record = dump("whole"), tmp_path / "record"
+    whole.resume(**Faults(path=str(whole.cache), record=str(record)).options())
+    operations = recorded_operations(record)
+    operations = operations[: operations.index("open dp0__8-12.tar.tmp")]
+    assert {f"{verb} {OLD_SHARD}" for verb in ("open", "read", "rename")} <= set(operations)
+    numbers = range(len(operations)) if ALL else map(operations.index, MAKING_ROOM)
+    for number in numbers:
+        disturbed = dump(f"{number}")
+        faults = Faults(
+            path=str(disturbed.cache), record=f"{record}-{number}", first_failing=number
+        )
+        job = failing_jobs.run(
+            f"dump-makes-no-room-{number}", disturbed.arguments, **faults.options()
+        )
+        assert "The window of samples 8 to 11 (" in job.log
+        assert "Permission denied" in job.log
+        assert disturbed.confirmed() == 2
+        disturbed.resume()
 
 
 def test_operations_that_fail_once_are_tried_again(dump: DisturbedDump) -> None:
