@@ -7,6 +7,7 @@ An operation that fails goes on failing, for the test decides in the job's envir
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.file_faults import KILL, recorded_operations
 from tests.functional_tests.cases import (
     DUMP_GLOBAL_BATCH,
+    DUMP_ITERATIONS,
     DUMPS,
     FLUSH_INTERVAL,
     Student,
@@ -46,7 +48,7 @@ MAKING_ROOM = [
 ]
 """Some of what it does before that, where an old shard is in the way."""
 ALL = "LOGITS_ALL_FAULTS" in os.environ
-"""Whether all operations that make room fail in turn, and not only some of them."""
+"""Whether all operations of a kind fail in turn, and not only some; takes twelve minutes."""
 
 
 @pytest.fixture
@@ -229,7 +231,7 @@ def test_read_that_fails_on_one_rank_stops_all(
     number: int,
     operation: str,
 ) -> None:
-    """All other numbers are in the unit tests of the reader."""
+    """All numbers are in the test below, which is long, and in the unit tests of the reader."""
     # The operations name it, and a converted one has another name.
     cache, record = tmp_path / "cache", tmp_path / "record"
     shutil.copytree(workshop.cache("dp2", save_format), cache)
@@ -255,3 +257,35 @@ def test_read_that_fails_on_one_rank_stops_all(
     if rank == 1 and 0 in telling:
         assert "Another rank of this pipeline stage" in job.of_rank(0)
         assert "starts at sample 0" in job.of_rank(0)
+
+
+@pytest.mark.skipif(not ALL, reason="LOGITS_ALL_FAULTS is not set")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("save_format", [2, 3])
+def test_every_read_of_a_rank(
+    workshop: Workshop, failing_jobs: FailingJobs, tmp_path: Path, save_format: int
+) -> None:
+    cache, record = tmp_path / "cache", tmp_path / "record"
+    shutil.copytree(workshop.cache("dp2", save_format), cache)
+    arguments = workshop.student_arguments(Student(dump="dp2", ranks=2), cache)
+    arguments += ["--logits-load-decode-threads", "1"]
+    faults = Faults(path=str(cache), rank=1, in_worker=False, record=str(record))
+    workshop.jobs.run("student-reads", arguments, ranks=2, **faults.options())
+    reads = recorded_operations(record)
+    assert len(reads) > 30
+    for number, operation in enumerate(reads):
+        record = tmp_path / f"record-{number}"
+        failing = replace(faults, record=str(record), first_failing=number)
+        job = failing_jobs.run(
+            f"student-fails-at-{number}-v{save_format}",
+            arguments,
+            ranks=2,
+            says="TeacherDataError",
+            **failing.options(),
+        )
+        assert recorded_operations(record)[number] == operation
+        trained = len(job.iterations())
+        assert sorted(job.iterations()) == list(range(1, trained + 1))
+        assert trained < DUMP_ITERATIONS
+        assert re.search(rf"TeacherDataError: .*{cache}", job.of_rank(1))
+        assert "Permission denied" in job.of_rank(1)
