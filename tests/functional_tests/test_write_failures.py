@@ -55,7 +55,7 @@ def long_dump(
         return DisturbedDump(
             workshop,
             failing_jobs,
-            name,
+            f"{name}-{strategy[-1]}",
             case=LONG_CASE,
             cache=cache,
             save=tmp_path / "save",
@@ -79,7 +79,7 @@ def test_failure_in_the_last_flush_ends_all_ranks(
     dump = DisturbedDump(
         workshop,
         failing_jobs,
-        "dump-fails-at-its-end",
+        f"dump-fails-at-its-end-{strategy[-1]}",
         case=CASE,
         cache=cache,
         save=tmp_path / "save",
@@ -93,8 +93,14 @@ def test_failure_in_the_last_flush_ends_all_ranks(
         job.wait_to_say("before the start of training step")
         shard.mkdir()
 
-    # A directory is no shard.
-    job = dump.fail("IsADirectoryError", disturb=take_its_name, kept=tmp_path / "nothing")
+    # A directory is no shard. The other rank's worker may not have begun its window yet: that of
+    # nvrx is an interpreter of its own, which takes longer to start than these iterations.
+    job = dump.fail(
+        "IsADirectoryError",
+        disturb=take_its_name,
+        kept=tmp_path / "nothing",
+        before_first_window=True,
+    )
     assert len(job.iterations()) == DUMP_ITERATIONS
     assert "LogitsWriteError" in job.of_rank(1)
     assert "LogitsWriteError" not in job.of_rank(0)
@@ -116,7 +122,7 @@ def test_full_disk(
         dump = DisturbedDump(
             workshop,
             failing_jobs,
-            "dump-fills-its-disk",
+            f"dump-fills-its-disk-{strategy[-1]}",
             case=CASE,
             cache=disk.path,
             save=tmp_path / "save",
@@ -129,7 +135,8 @@ def test_full_disk(
         assert not list(disk.path.glob("*.tmp"))
 
         # Still full, until the dump has noticed.
-        with running(workshop.jobs, "dump-waits-for-room", dump.arguments, ranks=2) as again:
+        waiting = f"dump-waits-for-room-{strategy[-1]}"
+        with running(workshop.jobs, waiting, dump.arguments, ranks=2) as again:
             again.wait_to_say(r"Cannot write .*No space left on device.*Trying again")
             disk.resize(4 * sum(sizes.values()))
         dump.check_whole()
@@ -196,6 +203,7 @@ def test_killed_rank(
     tmp_path: Path,
     long_dump: MakeDump,
     workers: Callable[[], list[int] | None],
+    strategy: list[str],
 ) -> None:
     """Nothing of the dump can say so; torchrun does."""
     dump = long_dump("dump-loses-a-rank", tmp_path / "cache")
@@ -205,10 +213,10 @@ def test_killed_rank(
         job.wait_to_confirm(dump.save)
         rank = parent_of(found[-1])
         # megatron-core has its worker from a fork server.
-        os.kill(parent_of(rank) if "mcore" in dump.arguments else rank, signal.SIGKILL)
+        os.kill(parent_of(rank) if "mcore" in strategy else rank, signal.SIGKILL)
 
     job = failing_jobs.run(
-        "dump-loses-a-rank-0",
+        f"dump-loses-a-rank-{strategy[-1]}-0",
         dump.arguments,
         ranks=CASE.ranks,
         disturb=kill_rank,
