@@ -3,8 +3,8 @@
 
 ``python -m tools.logits_cache VERB --help`` tells what a verb does, with an example.
 
-Exit status: 0 if all is well; 1 if something is wrong with a cache or could not be done, which is
-named; 2 if the command line is wrong.
+Exit status: 0 if a verb has done its work; 1 if it could not, or if verify, repair, convert or diff
+found what is wrong, which is named; 2 if the command line is wrong.
 """
 
 import argparse

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the owner of a cache does with it; ``tools.logits_cache`` is the command line.
 
-``conversion`` writes a shard again in another format, and ``converted_cache`` all shards of a
-directory, in processes side by side. ``cache_files`` and ``inventory`` are what every verb begins
-with, and ``coverage`` counts its samples.
+What all begin with: ``cache_files`` lists a cache, ``inventory`` reads what its shards say,
+``coverage`` counts samples, ``sample_rows`` reads given ones in any layout. ``command_line``,
+``progress``, ``processes``, ``strips``, ``units`` and ``quantiles`` are what they share.
 
-``payload_verification`` reads payloads (``verify_cache`` all that are asked for, with
-``verification_state`` to go on from) and ``value_checks`` judges their numbers; ``verification``
-tells what is wrong with a cache and what is lost, ``regeneration`` how that is dumped again,
-``repair_plan`` what is set aside, and ``repair`` does it.
+By verb: ``description`` (info), ``one_sample`` (show), ``report/`` (report), ``verification``,
+``payload_verification``, ``value_checks`` and ``verification_state`` (verify), ``repair_plan``,
+``regeneration`` and ``repair`` (repair), ``conversion``, ``entry_change``, ``regrouping`` and
+``source_rows`` (convert), ``row_comparison`` and ``cache_comparison`` (diff), ``dump_plan``,
+``payload_sizes`` and ``synthetic_rows`` (plan), ``imports/`` (prompts, import).
 """
