@@ -3,7 +3,7 @@
 
 What all begin with: ``cache_files`` lists a cache, ``inventory`` reads what its shards say,
 ``coverage`` counts samples, ``sample_rows`` reads given ones in any layout. ``command_line``,
-``progress``, ``processes``, ``strips``, ``units`` and ``quantiles`` are what they share.
+``progress``, ``processes``, ``strips`` and ``quantiles`` are what they share.
 
 By verb: ``description`` (info), ``one_sample`` (show), ``report/`` (report), ``verification``,
 ``payload_verification``, ``value_checks`` and ``verification_state`` (verify), ``repair_plan``,

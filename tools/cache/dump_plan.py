@@ -10,7 +10,7 @@ from megatron.training.distillation.packed_rows import plane_bytes
 from megatron.training.distillation.tar_layout import tar_size
 from tools.cache.payload_sizes import PayloadSize
 from tools.load_plan.member_needs import member_uses, saved_ranks
-from tools.load_plan.setting import Batches, check_positive
+from tools.load_plan.setting import Batches, check_model_parallel, check_positive
 
 _META_BYTES = 1200
 """Of a shard's metadata without its index: identifiers, settings, manifest."""
@@ -54,17 +54,9 @@ class DumpSetting:
     def __post_init__(self) -> None:
         """Check the sizes; ValueError says which to change."""
         check_positive(self)
-        model = self.tp * self.pp * self.cp
-        if self.world_size % model:
-            raise ValueError(
-                f"The world size ({self.world_size}) must be a multiple of tensor, pipeline and "
-                f"context-parallel size ({self.tp} * {self.pp} * {self.cp} = {model}). Change one."
-            )
-        if self.cp > 1 and self.seq_length % (2 * self.cp):
-            raise ValueError(
-                f"The sequence length ({self.seq_length}) must be a multiple of twice the "
-                f"context-parallel size (2 * {self.cp}). Change one."
-            )
+        check_model_parallel(
+            self.world_size, tp=self.tp, pp=self.pp, cp=self.cp, seq_length=self.seq_length
+        )
         if self.train_samples % self.batches.gbs:
             whole = self.train_samples // self.gbs * self.gbs
             raise ValueError(

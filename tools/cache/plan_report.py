@@ -8,6 +8,7 @@ from typing import Any
 
 from tools.cache.dump_plan import DumpSetting, FormatPlan, StudentPlan
 from tools.cache.payload_sizes import Sizes
+from tools.units import bytes_text
 
 _UNKNOWN_STEP_TIME = 8.0
 
@@ -151,13 +152,9 @@ def _load_plan(plan: DumpPlan) -> Iterator[str]:
     )
 
 
-def _bytes(count: float | None) -> str:
-    assert count is not None
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} PB"
+def _bytes(size: float | None) -> str:
+    assert size is not None
+    return bytes_text(size)
 
 
 # ---- for a script --------------------------------------------------------------------------------

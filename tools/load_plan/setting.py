@@ -64,17 +64,9 @@ class Student:
     def __post_init__(self) -> None:
         """Check the sizes; ValueError names the ones that do not fit."""
         check_positive(self)
-        model = self.tp * self.pp * self.cp
-        if self.world_size % model:
-            raise ValueError(
-                f"The world size ({self.world_size}) must be a multiple of tensor, pipeline and "
-                f"context-parallel size ({self.tp} * {self.pp} * {self.cp} = {model})."
-            )
-        if self.cp > 1 and self.seq_length % (2 * self.cp):
-            raise ValueError(
-                f"The sequence length ({self.seq_length}) must be a multiple of twice the "
-                f"context-parallel size (2 * {self.cp})."
-            )
+        check_model_parallel(
+            self.world_size, tp=self.tp, pp=self.pp, cp=self.cp, seq_length=self.seq_length
+        )
         self.batches  # noqa: B018 - its own check
 
     @cached_property
@@ -331,6 +323,20 @@ class Setting:
         """Whether shards are fetched whole, instead of a member at a time."""
         fits = self.loader.node_cache or self.shard_bytes <= self.loader.whole_shard_bytes
         return self.store.kind == OBJECT_STORE and fits
+
+
+def check_model_parallel(world_size: int, *, tp: int, pp: int, cp: int, seq_length: int) -> None:
+    """Raise ValueError unless whole replicas make the world, and CP can cut the sequence."""
+    if world_size % (tp * pp * cp):
+        raise ValueError(
+            f"The world size ({world_size}) must be a multiple of tensor, pipeline and "
+            f"context-parallel size ({tp} * {pp} * {cp} = {tp * pp * cp}). Change one."
+        )
+    if cp > 1 and seq_length % (2 * cp):
+        raise ValueError(
+            f"The sequence length ({seq_length}) must be a multiple of twice the "
+            f"context-parallel size (2 * {cp}). Change one."
+        )
 
 
 def check_positive(values: object, may_be_zero: tuple[str, ...] = ()) -> None:

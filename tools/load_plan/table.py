@@ -4,13 +4,14 @@
 from collections.abc import Callable, Mapping
 
 from tools.load_plan.prediction import Prediction
+from tools.units import bytes_text
 
 _ROWS: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
     ("readers", lambda p: f"{p.reads.readers}"),
     ("shards listed once", lambda p: f"{p.listing.names}, {_requests(p.listing.requests)}"),
     (
         "listing broadcast",
-        lambda p: f"{_bytes(p.listing.broadcast_bytes)} to {p.listing.broadcast_ranks} ranks",
+        lambda p: f"{bytes_text(p.listing.broadcast_bytes)} to {p.listing.broadcast_ranks} ranks",
     ),
     ("listing until all have it", lambda p: _seconds(p.listing.seconds)),
     ("shards are read", lambda p: "whole" if p.reads.fetches_whole_shards else "by member"),
@@ -20,14 +21,14 @@ _ROWS: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
     ("requests/s, store", lambda p: f"{p.reads.requests_per_second:.2f}"),
     ("requests/s, one reader", lambda p: f"{p.reads.requests_per_second / p.reads.readers:.3f}"),
     ("requests in the busiest second", lambda p: f"{p.reads.peak_requests_per_second}"),
-    ("bytes/s, store", lambda p: _bytes(p.reads.bytes_per_second)),
-    ("bytes/s, one reader", lambda p: _bytes(p.reads.bytes_per_second / p.reads.readers)),
+    ("bytes/s, store", lambda p: bytes_text(p.reads.bytes_per_second)),
+    ("bytes/s, one reader", lambda p: bytes_text(p.reads.bytes_per_second / p.reads.readers)),
     ("share of the store's bandwidth", lambda p: f"{p.reads.bandwidth_share:.1%}"),
     ("busy decoding threads per reader", lambda p: f"{p.reads.busy_threads_per_reader:.3f}"),
-    ("host memory, one reader", lambda p: _bytes(p.memory.reader)),
+    ("host memory, one reader", lambda p: bytes_text(p.memory.reader)),
     ("readers per node", lambda p: f"{p.memory.readers_per_node}"),
-    ("host memory, one node", lambda p: _bytes(p.memory.node)),
-    ("handed over per microbatch", lambda p: _bytes(p.memory.microbatch)),
+    ("host memory, one node", lambda p: bytes_text(p.memory.node)),
+    ("handed over per microbatch", lambda p: bytes_text(p.memory.microbatch)),
     ("wait at the start", lambda p: _seconds(p.stalls.start)),
     ("wait on resume in the middle of a shard", lambda p: _seconds(p.stalls.resume)),
     ("longest wait at a shard's boundary", lambda p: _seconds(p.stalls.boundary)),
@@ -49,14 +50,6 @@ def table(predictions: Mapping[str, Prediction]) -> str:
 
 def _requests(count: int) -> str:
     return f"{count} request" + ("" if count == 1 else "s")
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
 
 
 def _seconds(seconds: float | None) -> str:

@@ -18,7 +18,7 @@ from tools.cache.coverage import (
     subtract,
 )
 from tools.cache.strips import draw_strip, draw_strips, drawn_samples, ranges
-from tools.cache.units import bytes_text, count_text
+from tools.units import bytes_text, count_text
 
 spans = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: Span(*sorted(pair))),
@@ -132,12 +132,12 @@ def test_ranges():
     [
         (0, "0 B"),
         (999, "999 B"),
-        (1000, "1.00 kB"),
+        (1000, "1 kB"),
         (1234, "1.23 kB"),
         (45_678, "45.7 kB"),
         (999_499, "999 kB"),
-        (999_500, "1.00 MB"),
-        (2.5e13, "25.0 TB"),
+        (999_500, "1 MB"),
+        (2.5e13, "25 TB"),
         (12.5, "12.5 B"),
     ],
 )
@@ -146,4 +146,4 @@ def test_bytes(number, text):
 
 
 def test_count():
-    assert [count_text(n) for n in (7, 409_600, 2e9)] == ["7", "410 k", "2.00 G"]
+    assert [count_text(n) for n in (7, 409_600, 2e9)] == ["7", "410 k", "2 G"]

@@ -20,7 +20,7 @@ from tests.unit_tests.training.distillation.cache_files import (
     write_shard,
 )
 from tools import logits_cache
-from tools.cache.units import bytes_text
+from tools.units import bytes_text
 
 SHARED = Path(__file__).parents[4] / "shared" / "reference_caches"
 MANIFEST = RunManifest(

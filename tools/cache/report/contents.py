@@ -18,7 +18,6 @@ from tools.cache.report.facts import (
     format_facts,
     headline,
     run_facts,
-    size_text,
     vocab_size,
 )
 from tools.cache.report.mass_charts import Costs
@@ -26,6 +25,7 @@ from tools.cache.report.page import Section
 from tools.cache.report.sequences import Detokenize, id_text, read_sequences
 from tools.cache.report.statistics import P_GRID, mean_entries
 from tools.cache.report.survey import Survey
+from tools.units import bytes_text
 
 _LISTED = 50
 _NO_TAILS = (
@@ -75,7 +75,7 @@ def _looked_at(survey: Survey) -> str:
         what += f", and of {survey.rows_seen} of their {survey.rows} rows"
     return (
         f"Statistics are of {what}: {survey.statistics.tokens:.0f} tokens, "
-        f"{size_text(survey.bytes_seen)}, looked at in {survey.seconds:.0f} s. Coverage and bytes "
+        f"{bytes_text(survey.bytes_seen)}, looked at in {survey.seconds:.0f} s. Coverage and bytes "
         "are of all shards."
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tools.cache.inventory import Inventory
 from tools.cache.report.survey import Survey
+from tools.units import bytes_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def vocab_size(inventory: Inventory) -> int | None:
 def headline(inventory: Inventory, survey: Survey, found: Amounts) -> list[tuple[str, str]]:
     """Return the few numbers that matter most."""
     statistics = survey.statistics
-    values = [("complete samples", _grouped(found.samples)), ("on disk", size_text(found.size))]
+    values = [("complete samples", _grouped(found.samples)), ("on disk", bytes_text(found.size))]
     if found.sequence_length:
         values.insert(1, ("tokens", _count_text(found.samples * found.sequence_length)))
     if found.bytes_per_token is not None:
@@ -181,7 +182,7 @@ def amount_facts(inventory: Inventory, found: Amounts) -> list[tuple[str, str]]:
     return [
         ("complete samples", _grouped(found.samples)),
         ("tokens of them", f"{tokens} ({_grouped(length)} per sample)" if length else tokens),
-        ("bytes", f"{_grouped(found.size)} ({size_text(found.size)})"),
+        ("bytes", f"{_grouped(found.size)} ({bytes_text(found.size)})"),
         ("bytes per token", "not known" if per_token is None else f"{per_token:.2f}"),
         ("shards", f"{len(inventory.shards)}, of {len(coverage.by_rank)} DP ranks"),
         ("damaged shards", str(len(inventory.damaged))),
@@ -194,15 +195,6 @@ def amount_facts(inventory: Inventory, found: Amounts) -> list[tuple[str, str]]:
             f"unfinished, {len(inventory.files.foreign)} foreign",
         ),
     ]
-
-
-def size_text(size: float) -> str:
-    """Return bytes with a unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.4g} TB"
 
 
 def _grouped(number: Any) -> str:

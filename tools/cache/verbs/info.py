@@ -12,7 +12,7 @@ from tools.cache.description import Description, describe, manifest_of, missing_
 from tools.cache.inventory import Inventory, take_inventory
 from tools.cache.progress import Progress
 from tools.cache.strips import LEGEND, draw_strips, drawn_samples, ranges
-from tools.cache.units import bytes_text, count_text
+from tools.units import bytes_text, count_text
 
 _STRIP_WIDTH = 64
 _LISTED = 8
