@@ -20,6 +20,7 @@ MATRIX = (
     "test_student",
     "test_targets",
     "test_teacher",
+    "test_tool_convert",
     "test_tool_diff",
     "test_tool_import",
     "test_tool_info",

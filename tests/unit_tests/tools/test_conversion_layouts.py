@@ -138,6 +138,18 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys):
     assert "become format 2, K 3, fp32, DP 4 MBS 2 GBS 8: 4 shards" in said
 
 
+def test_the_example_of_the_help_works(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "dump" / "logits", Case(k=20), (0, 8))
+    with pytest.raises(SystemExit) as stopped:
+        logits_cache.main(["convert", "--help"])
+    assert stopped.value.code == 0
+    example = capsys.readouterr().out.partition("example:")[2].split()
+    assert example[:4] == ["python", "-m", "tools.logits_cache", "convert"]
+    assert logits_cache.main([*example[3:], "--jobs", "1"]) == 0
+    assert read(tmp_path / "small" / "logits").savers[0]["k"] == 16
+
+
 # ---- what is wrong -------------------------------------------------------------------------
 
 
