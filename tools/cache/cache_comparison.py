@@ -31,7 +31,7 @@ _TASKS_PER_PROCESS = 8
 
 
 _UNKNOWN_WITHOUT_VALUE = ("k", "min_k", "save_dtype")
-"""Settings that format v1 does not tell; of P no value means that there was none."""
+"""Settings that metadata may leave out; of P no value means that there was none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

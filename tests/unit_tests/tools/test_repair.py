@@ -232,6 +232,27 @@ def test_shards_without_a_seal_are_repaired_too(tmp_path, missing):
     assert len(loaded(cache)) == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "shard", "lost"),
+    [("v2_a", "dp1__16-32.tar", [16, 32]), ("v2_c", "dp0__48-72.tar", [48, 72])],
+)
+def test_a_cache_of_the_original_writer(tmp_path, missing, name, shard, lost):
+    if not (SHARED / name).is_dir():
+        pytest.skip(f"no {SHARED / name}")
+    cache = tmp_path / "cache"
+    shutil.copytree(SHARED / name, cache)
+    before = contents(cache)
+    damaged = before[shard][:1000]
+    (cache / shard).write_bytes(damaged)
+    assert repair(cache, "--apply") == 1
+    after = contents(cache)
+    assert after.pop(f"{shard}.stale") == damaged
+    assert after == {key: content for key, content in before.items() if key != shard}
+    assert missing(cache, "--full") == ([lost], [])
+    assert repair(cache, "--apply") == 1
+    assert contents(cache).keys() == {*after, f"{shard}.stale"}
+
+
 def test_shards_of_format_v1_stay(tmp_path, capsys):
     if not (SHARED / "v1_a").is_dir():
         pytest.skip(f"no {SHARED / 'v1_a'}")
