@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from megatron.training.distillation import storage
 from megatron.training.distillation.errors import TeacherDataError
+from tools.cache.processes import ProcessEndedError
 from tools.cache.verbs import (
     convert,
     diff,
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
-    except (ValueError, TeacherDataError, *storage.ERRORS) as error:
+    except (ValueError, ProcessEndedError, TeacherDataError, *storage.ERRORS) as error:
         print(f"logits_cache: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -9,10 +9,15 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
 _WAITING_PER_PROCESS = 4
+
+
+class ProcessEndedError(RuntimeError):
+    """A process ended before its work was done."""
 
 
 def in_processes[Item, Result](
@@ -26,6 +31,9 @@ def in_processes[Item, Result](
         work: Picklable, as is what it takes and returns; it runs with one thread of torch.
         items: What it is called with.
         jobs: Processes; 1 works in this one.
+
+    Raises:
+        ProcessEndedError: One of the processes was killed.
     """
     if jobs == 1:
         yield from map(work, items)
@@ -44,6 +52,12 @@ def in_processes[Item, Result](
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield future.result()
+        except BrokenProcessPool as error:
+            raise ProcessEndedError(
+                f"One of {jobs} processes ended before its work was done: it was killed, perhaps "
+                "because memory ran out. Start the command again with a smaller --jobs; what was "
+                "finished is kept where the verb keeps it."
+            ) from error
         finally:
             for future in waiting:
                 future.cancel()

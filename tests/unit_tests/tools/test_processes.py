@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tools.cache.processes import in_processes
+from tools.cache.processes import ProcessEndedError, in_processes
 
 
 def square(number: int) -> int:
@@ -28,6 +28,12 @@ def process_and_threads(number: int) -> tuple[int, int]:
 def fail_at_3(number: int) -> int:
     if number == 3:
         raise ValueError("three")
+    return number
+
+
+def be_killed_at_3(number: int) -> int:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
     return number
 
 
@@ -70,6 +76,11 @@ def test_items_are_taken_as_they_are_needed():
 def test_an_error_ends_it(jobs):
     with pytest.raises(ValueError, match="three"):
         list(in_processes(fail_at_3, range(100), jobs=jobs))
+
+
+def test_a_killed_process_is_told_in_words():
+    with pytest.raises(ProcessEndedError, match="perhaps because memory ran out"):
+        list(in_processes(be_killed_at_3, range(100), jobs=2))
 
 
 def test_no_process_outlives_one_that_is_killed():
